@@ -1,0 +1,45 @@
+# The four commands a newcomer needs. `make demo` and `make test` make the environment by themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEMO_ARGS ?=
+
+.PHONY: help demo test check format docs bench clean
+
+help:
+	@echo "make demo   train a small model with GRPO on this machine; every step ends in one weight sync"
+	@echo "make test   the whole test suite"
+	@echo "make check  formatting, lint and types"
+	@echo "make bench  the shared-memory benchmark"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/weightlift train $(DEMO_ARGS)
+
+test: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/make_docs.py --check
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)
+	$(BIN)/python scripts/make_docs.py
+
+bench: $(STAMP)
+	$(BIN)/weightlift bench shm
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,372 @@
+"""The public seam: `Publisher` in the trainer, `Subscriber` in the engine's worker.
+
+Owns: lifetimes, versions, the report, the choice of transport. Must not know: how bytes move, what frames there are.
+Main path of a sync, in three hops: `Publisher.publish` -> `transports.driver.Driver.run` -> `protocol.round.Round`;
+on the other side `Subscriber.pull` -> `transports.follower.Follower.take_part` -> `protocol.session.SubscriberSession`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import secrets
+from types import TracebackType
+from typing import Self
+
+from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, env
+from weightlift.errors import ConfigError, LocalProtocolError, PeerLost, TornWeights
+from weightlift.loaders.base import Loader
+from weightlift.observe.events import PeerFenced, RoundEnded, Sink, emit
+from weightlift.observe.report import StopWatch, SyncReport
+from weightlift.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Limits
+from weightlift.protocol.plan import Plan
+from weightlift.protocol.round import Round
+from weightlift.protocol.session import Stage, SubscriberSession
+from weightlift.sources.base import Source
+from weightlift.sources.packing import Packer
+from weightlift.transports import registry
+from weightlift.transports.base import Sender
+from weightlift.transports.driver import Delivery, Driver
+from weightlift.transports.endpoint import Endpoint, RunDirectory, parse_address
+from weightlift.transports.follower import Follower
+from weightlift.transports.liveness import host_identity
+from weightlift.transports.mailbox import Mailbox
+from weightlift.transports.reception import Reception
+
+__all__ = ["Publisher", "State", "Subscriber"]
+
+
+class State(enum.StrEnum):
+    """What an engine may do. TORN and a subscriber without a version must not generate."""
+
+    SERVING = "SERVING"
+    UPDATING = "UPDATING"
+    TORN = "TORN"
+
+
+class Publisher:
+    """The trainer's end: publishes versions of one source to all live subscribers of one address.
+
+    Args:
+        source: where the tensors come from.
+        address: from `new_address()`; handed to the subscribers as a string.
+        transport: "auto", or the name of a registered transport.
+        deadlines: how long each phase may take; they rule both sides.
+        min_replicas: how many replicas must commit for `publish` to return; None: all that are live when it is called.
+        token: shared secret of the run, for `tcp://` addresses.
+        shm: the ring of the shared-memory transport.
+        sink: receives typed events (weightlift.observe).
+
+    One thread at a time. Raises ConfigError for wrong values or an address in use.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        address: str,
+        *,
+        transport: str = "auto",
+        deadlines: Deadlines | None = None,
+        min_replicas: int | None = None,
+        token: str = "",
+        shm: ShmConfig | None = None,
+        sink: Sink | None = None,
+    ) -> None:
+        if min_replicas is not None:
+            check_int("min_replicas", min_replicas, at_least=0)
+        self._source = source
+        self._endpoint = parse_address(address)
+        self._transport = env("TRANSPORT", "auto") if transport == "auto" else transport
+        if self._transport != "auto":
+            registry.resolve(self._transport)
+        self._limits = Limits(**dataclasses.asdict(deadlines or Deadlines()))
+        self._min_replicas = min_replicas
+        self._shm = shm or ShmConfig()
+        self._sink = sink
+        self._directory = _hold(self._endpoint)
+        self._reception = Reception(self._endpoint, token=token, sink=sink)
+        self._driver = Driver(self._reception, sink=sink)
+        self._senders: dict[str, Sender] = {}
+        self._packer: Packer | None = None
+        self._version: int | None = None
+        self._retry: int | None = None
+        self._open = True
+
+    @property
+    def version(self) -> int | None:
+        """The last version that any replica committed; None before the first."""
+        return self._version
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the subscribers that are connected now."""
+        self._check_open()
+        self._driver.wait_until(lambda: True, 0.0, lambda: "")
+        return [connected.hello.peer for connected in self._reception.roster.connected()]
+
+    def wait_for_peers(self, count: int, timeout_s: float = 60.0) -> None:
+        """Wait until `count` subscribers are connected, with all ranks of their replicas; TransferTimeout otherwise."""
+        self._check_open()
+        check_int("count", count, at_least=0)
+        check_seconds("timeout_s", timeout_s, zero=True)
+        roster = self._reception.roster
+        self._driver.wait_until(
+            lambda: len(roster.complete()) >= count,
+            timeout_s,
+            lambda: f"{len(roster.complete())} of {count} subscribers connected",
+        )
+
+    def publish(self, version: int) -> SyncReport:
+        """Publish the source's tensors as `version`; blocks until enough replicas serve it.
+
+        Raises: a WeightliftError, in bounded time, when fewer than `min_replicas` committed: the first cause, with `.report`, which
+        says what every replica serves now. LocalProtocolError if the version does not increase (the version of a failed round may be
+        repeated). PeerLost if nobody is connected.
+        """
+        self._check_open()
+        self._check_version(version)
+        self._retry = version
+        watch = StopWatch()
+        self._driver.wait_until(lambda: True, 0.0, lambda: "")
+        members = self._reception.roster.members()
+        if not members and self._min_replicas != 0:
+            raise PeerLost("no subscriber is connected", version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
+        choice = registry.choose(self._transport, peer_pids=[c.hello.pid for c in self._reception.roster.connected()])
+        delivery = self._delivery(version, choice.name, watch)
+        outcome = self._driver.run(delivery)
+        delivery.sender.settle()
+        return self._conclude(outcome, delivery, choice.reason)
+
+    def _delivery(self, version: int, transport: str, watch: StopWatch) -> Delivery:
+        """Everything a round needs: plan and packer are kept as long as the manifest and the bucket are the same."""
+        sender = self._senders.get(transport)
+        if sender is None:
+            sender = self._senders[transport] = registry.make_sender(transport, self._endpoint, self._shm)
+        with watch.measure("gather"):
+            manifest = self._source.manifest()
+            packer = self._packer
+            if packer is None or packer.plan.manifest is not manifest or packer.plan.capacity != sender.capacity:
+                packer = self._packer = Packer(self._source, Plan(manifest, capacity=sender.capacity))
+            packer.begin()
+
+        def fill(bucket: int, memory: object) -> None:
+            with watch.measure("pack"):
+                packer.fill(bucket, memory)  # type: ignore[arg-type]
+
+        return Delivery(
+            version=version,
+            need=self._min_replicas,
+            plan=packer.plan,
+            fill=fill,
+            sender=sender,
+            transport=transport,
+            limits=self._limits,
+            watch=watch,
+        )
+
+    def _conclude(self, outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
+        """Move the version if anybody serves the new one; return the report, or raise the first cause with it."""
+        committed, fenced = outcome.committed_replicas(), outcome.fenced_replicas()
+        report = _report(outcome, delivery, reason)
+        for replica, error in fenced.items():
+            emit(self._sink, "round", PeerFenced(replica=replica, version=outcome.version, error=str(error)))
+        if committed or report.committed:
+            self._version = outcome.version
+        failure = None if report.committed else outcome.first_error
+        event = RoundEnded(
+            round=outcome.round,
+            version=outcome.version,
+            error="" if failure is None else str(failure),
+            report=report.to_dict(),
+        )
+        emit(self._sink, "round", event)
+        if failure is not None:
+            failure.fill(still_works=_still(report))
+            failure.report = report
+            raise failure
+        self._retry = None
+        return report
+
+    def _check_version(self, version: int) -> None:
+        check_int("version", version, at_least=0)
+        if self._version is not None and version <= self._version and version != self._retry:
+            raise LocalProtocolError(
+                f"version {version} was asked for, version {self._version} is published already",
+                version=version,
+                remedy="versions strictly increase; only the version of a failed round may be published again.",
+            )
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise LocalProtocolError("this publisher is closed")
+
+    def close(self) -> None:
+        """Tell the subscribers, give back everything. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._reception.close("the publisher was closed")
+        for sender in self._senders.values():
+            sender.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Subscriber:
+    """The engine's end: takes part in rounds, and knows what may be served.
+
+    Args:
+        loader: installs versions into the engine.
+        address: the publisher's.
+        name: unique among the subscribers of this address; appears in errors and reports.
+        replica: the engine that this worker is a rank of; default: a replica of its own. rank, size: within the replica.
+        token: shared secret of the run, for `tcp://` addresses.
+        sink: receives typed events.
+
+    One thread at a time. The constructor does not wait: the publisher may start later.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        address: str,
+        name: str,
+        *,
+        replica: str = "",
+        rank: int = 0,
+        size: int = 1,
+        token: str = "",
+        sink: Sink | None = None,
+    ) -> None:
+        if type(name) is not str or not name:
+            raise ConfigError(f"name must be a non-empty string, got {name!r}")
+        check_int("size", size, at_least=1)
+        check_int("rank", rank, at_least=0)
+        if rank >= size:
+            raise ConfigError(f"rank must be below size {size}, got {rank}")
+        self._endpoint = parse_address(address)
+        self._identity = (name, replica or name, rank, size, token)
+        self._incarnation = secrets.token_hex(8)
+        self._session = SubscriberSession()
+        self._directory = _hold(self._endpoint)
+        self._mailbox = Mailbox(self._endpoint, self._hello, sink=sink)
+        self._follower = Follower(self._mailbox, self._session, loader, peer=name)
+        self._open = True
+
+    @property
+    def name(self) -> str:
+        """This subscriber's name."""
+        return self._identity[0]
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine holds completely; None before the first sync and when TORN."""
+        return self._session.serves
+
+    @property
+    def state(self) -> State:
+        """SERVING, UPDATING (a round is under way) or TORN. SERVING with version None: never synced."""
+        if self._session.stage is not Stage.IDLE:
+            return State.UPDATING
+        return State.TORN if self._session.torn else State.SERVING
+
+    def ensure_serving(self) -> int:
+        """The version to stamp on what is generated now. TornWeights if the engine holds a mixture, LocalProtocolError if it holds
+        no version yet or an update is under way."""
+        if self._session.torn:
+            raise TornWeights("this engine was touched by a sync that did not finish", peer=self.name)
+        if self._session.stage is not Stage.IDLE or self._session.serves is None:
+            why = "an update is under way" if self._session.stage is not Stage.IDLE else "no version was pulled yet"
+            raise LocalProtocolError(f"this engine cannot serve: {why}", peer=self.name, remedy="call pull() first.")
+        return self._session.serves
+
+    def pull(self, timeout_s: float = 60.0) -> SyncReport:
+        """Take part in the next round; blocks until it is over. `report.version` is what the engine now serves.
+
+        Raises: TransferTimeout if no round is announced in time; otherwise the first cause why the round ended early for this engine.
+        `version` and `state` then say what is served.
+        """
+        if not self._open:
+            raise LocalProtocolError("this subscriber is closed")
+        check_seconds("timeout_s", timeout_s, zero=True)
+        report = self._follower.take_part(self._mailbox.next_offer(timeout_s))
+        return dataclasses.replace(report, replicas={self._identity[1]: report.version})
+
+    def _hello(self) -> Hello:
+        name, replica, rank, size, token = self._identity
+        return Hello(
+            round=0,
+            version=-1,
+            protocol=PROTOCOL_VERSION,
+            run_id=self._endpoint.run_id,
+            token=token,
+            peer=name,
+            incarnation=self._incarnation,
+            replica=replica,
+            rank=rank,
+            size=size,
+            pid=os.getpid(),
+            host=host_identity(),
+            serves=-1 if self._session.serves is None else self._session.serves,
+            torn=self._session.torn,
+            transports=tuple(registry.names()),
+        )
+
+    def close(self) -> None:
+        """Leave the publisher's roster, give back everything; the weights stay as they are. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._mailbox.close(Goodbye(round=0, version=-1, reason="the subscriber was closed"))
+        self._follower.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _hold(endpoint: Endpoint) -> RunDirectory | None:
+    return None if endpoint.directory is None else RunDirectory(endpoint.directory)
+
+
+def _report(outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
+    committed = outcome.committed_replicas()
+    views = outcome.peers.values()
+    usage = delivery.sender.usage()
+    manifest = delivery.plan.manifest
+    return SyncReport(
+        version=outcome.version,
+        round=outcome.round,
+        committed=len(committed) >= outcome.need,
+        bytes=manifest.total_bytes,
+        tensors=manifest.tensors,
+        buckets=len(delivery.plan),
+        seconds=delivery.watch.seconds(load=max((v.released.load_s for v in views if v.released), default=0.0)),
+        replicas={v.member.replica: None if v.serves < 0 else v.serves for v in views},
+        fenced={name: str(error) for name, error in outcome.fenced_replicas().items()},
+        host_bytes_peak=usage.host_bytes,
+        host_bytes_retained=usage.host_bytes,
+        device_bytes_peak=usage.device_bytes,
+        device_bytes_retained=usage.device_bytes,
+        transport=delivery.transport,
+        transport_reason=reason,
+    )
+
+
+def _still(report: SyncReport) -> str:
+    """One sentence on what every replica serves after a failed round."""
+    serving: dict[str, list[str]] = {}
+    for replica, version in report.replicas.items():
+        serving.setdefault("nothing until a full sync" if version is None else f"version {version}", []).append(replica)
+    return "; ".join(f"{', '.join(names)} serves {what}" for what, names in serving.items()) + "."

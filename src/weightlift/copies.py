@@ -1,0 +1,74 @@
+"""Copies that are planned once and run many times.
+
+Owns: `CopyList`, and which kernel does which copy. Must not know: pieces, buckets, who owns the two sides.
+Used by the packer (tensors into a bucket) and by in-place loaders (a bucket into tensors).
+
+On the CPU a contiguous copy without a cast goes through `memmove`: one thread, no interpreter lock, no OpenMP team. torch's own copy
+wakes a team of threads for every tensor of more than 32 Ki elements, in trainer and engine at the same time; on a machine whose cores
+are busy with the other process that costs more than it saves (docs/benchmarks/shm.md). All other copies go out as one
+`torch._foreach_copy_`: strided ones, casts, devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+__all__ = ["CopyList"]
+
+_memmove: Final = ctypes.memmove
+
+
+class CopyList:
+    """An ordered list of copies. The tensors are kept alive; their storage must not move while the list is in use.
+
+    Args:
+        pairs: (into, out of), equal shapes; dtypes may differ, which casts.
+    """
+
+    __slots__ = ("_into", "_keep", "_moves", "_out_of")
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._keep = list(pairs)
+        self._moves: list[tuple[int, int, int]] = []
+        self._into: list[torch.Tensor] = []
+        self._out_of: list[torch.Tensor] = []
+        for into, out_of in self._keep:
+            if _plain(into, out_of):
+                self._move(into.data_ptr(), out_of.data_ptr(), into.numel() * into.element_size())
+            else:
+                self._into.append(into)
+                self._out_of.append(out_of)
+
+    def _move(self, into: int, out_of: int, nbytes: int) -> None:
+        """Add a move; one that continues the last on both sides is joined with it."""
+        if self._moves:
+            last_into, last_out_of, last_bytes = self._moves[-1]
+            if (last_into + last_bytes, last_out_of + last_bytes) == (into, out_of):
+                self._moves[-1] = (last_into, last_out_of, last_bytes + nbytes)
+                return
+        self._moves.append((into, out_of, nbytes))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all copies."""
+        for into, out_of, nbytes in self._moves:
+            _memmove(into, out_of, nbytes)
+        if self._into:
+            torch._foreach_copy_(self._into, self._out_of)
+
+
+def _plain(into: torch.Tensor, out_of: torch.Tensor) -> bool:
+    """Whether a copy is the same bytes in the same order, in host memory."""
+    return (
+        into.device.type == "cpu"
+        and out_of.device.type == "cpu"
+        and into.dtype == out_of.dtype
+        and into.is_contiguous()
+        and out_of.is_contiguous()
+        and not out_of.is_neg()
+        and not out_of.is_conj()
+    )

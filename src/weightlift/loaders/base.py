@@ -1,0 +1,41 @@
+"""The contract of a loader: how arrived buckets become an engine's live parameters.
+
+Owns: the protocol. Must not know: transports, rounds. The subscriber's driver calls, in this order, from one thread:
+
+    prepare(plan)              may raise a ManifestError: nothing has changed, the old version stays in force
+    install(bucket, memory)    once per bucket, in order; the first call is the point of no return
+    finish()                   proves that every destination byte was written, and post-processes
+    commit(version)            resets caches that hold older versions; EngineBusy if the engine refuses
+    abort()                    a round ended early: drop every view of a bucket
+
+`memory` is the transport's: it may be read until `install` returns, and no view of it may be kept beyond `abort`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from weightlift.protocol.plan import Bucket, Plan
+
+__all__ = ["Loader"]
+
+
+class Loader(Protocol):
+    """Installs versions into one engine."""
+
+    def prepare(self, plan: Plan) -> None:
+        """Compare the manifest with the own parameters, names, shapes, dtypes and aliases; change nothing."""
+
+    def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        """Copy a bucket out of `memory` (uint8, 1-D)."""
+
+    def finish(self) -> None:
+        """Prove coverage; raise LoaderError where a destination was not written exactly once."""
+
+    def commit(self, version: int) -> None:
+        """The weights are this version from now on: reset whatever was computed with older ones."""
+
+    def abort(self) -> None:
+        """Drop what was cached for the round."""

@@ -1,0 +1,150 @@
+"""Comparing what is sent with what an engine holds: the completeness proof before any byte.
+
+Owns: `Destinations`, `CastPolicy`, the matching rules and their errors. Must not know: buckets, copies.
+
+    sent        held            rule
+    name        name            same shape; same dtype, or a cast that the policy allows
+    alias       same memory     one write serves both
+    alias       own memory      the target's bytes are written twice
+    -           tied to a sent  covered by that one
+    -           declared tie    the tied name's bytes are written here too
+    two names   same memory     refused: two tensors cannot live in one storage
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias
+
+import torch
+
+from weightlift.errors import (
+    ConfigError,
+    DtypeMismatch,
+    ManifestError,
+    MissingParameter,
+    ShapeMismatch,
+    UnexpectedParameter,
+)
+from weightlift.modules import aliases
+from weightlift.protocol.manifest import Entry, Manifest, near_matches
+from weightlift.tensors import dtype_name
+
+__all__ = ["CastPolicy", "Destinations", "match"]
+
+CastPolicy: TypeAlias = Literal["never", "lossless", "float"]
+"""never: dtypes must be equal. lossless: every value survives (bfloat16 -> float32). float: between any floating-point dtypes, rounding
+included. An integer is never cast to or from anything."""
+
+_LOSSLESS = {
+    "float64": {"float32", "bfloat16", "float16"},
+    "float32": {"bfloat16", "float16"},
+}
+_FLOATS = {"float64", "float32", "bfloat16", "float16"}
+_MOST_NAMES = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Destinations:
+    """An engine's tensors by name, in any order.
+
+    tensors: name -> live tensor, tied ones under each of their names.
+    ties: name -> name whose bytes it must get although it is stored apart and may not be sent.
+    optional: names that need not be sent.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+
+
+def match(manifest: Manifest, own: Destinations, cast: CastPolicy) -> dict[str, list[torch.Tensor]]:
+    """Name of each sent tensor with bytes -> the live tensors that they are written to.
+
+    Raises: UnexpectedParameter, MissingParameter, ShapeMismatch, DtypeMismatch, ManifestError; names are listed with near matches.
+    """
+    if cast not in ("never", "lossless", "float"):
+        raise ConfigError(f"cast must be never, lossless or float, got {cast!r}")
+    _check_unexpected(manifest, own)
+    for entry in manifest.entries:
+        if entry.name in own.tensors:
+            _check_tensor(entry, own.tensors[entry.name], cast)
+    shared = aliases(own.tensors.items())
+    into: dict[str, list[torch.Tensor]] = {}
+    writer: dict[str, str] = {}  # storage (its first name) -> the sent tensor that fills it
+    for name, sender in _wanted(manifest, own):
+        storage = shared.get(name, name)
+        earlier = writer.setdefault(storage, sender)
+        if earlier != sender:
+            raise ManifestError(
+                f"{sender} and {earlier} are sent as two tensors, but the engine holds them in one storage",
+                tensor=name,
+                remedy="tie them in the trainer, or untie them in the engine.",
+            )
+        targets = into.setdefault(sender, [])
+        if all(target is not own.tensors[storage] for target in targets):
+            targets.append(own.tensors[storage])
+    _check_missing(manifest, own, {shared.get(name, name) for name in writer}, shared)
+    return into
+
+
+def _wanted(manifest: Manifest, own: Destinations) -> Iterable[tuple[str, str]]:
+    """(own name, sent tensor with bytes) pairs: sent names, aliases, and declared ties that are not sent themselves."""
+    for entry in manifest.entries:
+        if entry.name in own.tensors:
+            yield entry.name, entry.alias_of or entry.name
+    for name, target in own.ties.items():
+        tied = manifest.by_name.get(target)
+        if name not in manifest.by_name and name in own.tensors and tied is not None:
+            yield name, tied.alias_of or tied.name
+
+
+def _check_unexpected(manifest: Manifest, own: Destinations) -> None:
+    # An alias without a destination loses nothing: its bytes arrive under the name that it is an alias of.
+    unknown = [e.name for e in manifest.entries if e.name not in own.tensors and not e.alias_of]
+    if unknown:
+        raise UnexpectedParameter(
+            f"{len(unknown)} of {manifest.tensors} sent tensors are not in the engine: {_list(unknown, own.tensors)}",
+            tensor=unknown[0],
+        )
+
+
+def _check_missing(manifest: Manifest, own: Destinations, written: set[str], shared: Mapping[str, str]) -> None:
+    missing = [n for n in own.tensors if shared.get(n, n) not in written and n not in own.optional]
+    if missing:
+        raise MissingParameter(
+            f"{len(missing)} of the engine's {len(own.tensors)} tensors are not sent: {_list(missing, manifest.by_name)}",
+            tensor=missing[0],
+        )
+
+
+def _check_tensor(entry: Entry, tensor: torch.Tensor, cast: CastPolicy) -> None:
+    if tuple(tensor.shape) != entry.shape:
+        raise ShapeMismatch(
+            f"{entry.name} is sent with shape {list(entry.shape)}, the engine holds {list(tensor.shape)}",
+            tensor=entry.name,
+        )
+    held = dtype_name(tensor.dtype)
+    if held == entry.dtype:
+        return
+    allowed = {
+        "never": False,
+        "lossless": entry.dtype in _LOSSLESS.get(held, ()),
+        "float": {held, entry.dtype} <= _FLOATS,
+    }
+    if not allowed[cast]:
+        raise DtypeMismatch(
+            f"{entry.name} is sent as {entry.dtype}, the engine holds {held}, and cast={cast!r} does not allow it",
+            tensor=entry.name,
+        )
+
+
+def _list(names: list[str], candidates: Iterable[str]) -> str:
+    pool = list(candidates)
+    shown = []
+    for name in names[:_MOST_NAMES]:
+        near = near_matches(name, pool)
+        shown.append(f"{name} (near: {', '.join(near)})" if near else name)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(shown) + more

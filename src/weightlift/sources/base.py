@@ -1,0 +1,38 @@
+"""The contract of a source: where a trainer's tensors come from.
+
+Owns: the protocols. Must not know: buckets, transports.
+`manifest()` is static structure; it returns the same object while names, shapes, dtypes and aliases are unchanged. A source never
+changes trainer state, and what it yields is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from weightlift.protocol.manifest import Manifest
+
+__all__ = ["Source", "StableSource"]
+
+
+class Source(Protocol):
+    """Anything that can name its tensors and stream them."""
+
+    def manifest(self) -> Manifest:
+        """What the next version consists of."""
+
+    def stream(self) -> Iterator[torch.Tensor]:
+        """One full tensor for every entry that is not an alias, in manifest order; any strides, any device, detached.
+
+        A tensor may be temporary: it is dropped when the next one is asked for.
+        """
+
+
+@runtime_checkable
+class StableSource(Source, Protocol):
+    """A source whose full tensors stay where they are between rounds: copies can be planned once and repeated."""
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What `stream` yields, all at once. The same tensor objects as in the last round unless storage moved."""

@@ -1,0 +1,115 @@
+"""From a source's tensors into buckets, in few launches.
+
+Owns: the packer and its cached copy lists. Must not know: transports, where the memory comes from.
+For a stable source the list of copies of each bucket is made once and repeated: a steady round costs one fused launch a bucket. A
+streaming source is walked once a round; at most one of its tensors is alive at a time, plus the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from weightlift.copies import CopyList
+from weightlift.errors import SourceError, WeightliftError
+from weightlift.protocol.plan import Bucket, Plan
+from weightlift.sources.base import Source, StableSource
+from weightlift.tensors import bucket_view, tensor_view
+
+__all__ = ["Packer"]
+
+
+class Packer:
+    """Fills the buckets of one plan from one source. `fill` must be called for bucket 0, 1, 2, ... of every round, in order.
+
+    Raises (from `fill`): SourceError, chained to what the source raised, with bucket and tensor.
+    """
+
+    def __init__(self, source: Source, plan: Plan) -> None:
+        self.plan = plan
+        self._source = source
+        self._cached: dict[int, tuple[int, CopyList]] = {}
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._owner = _owners(plan)
+        self._stream: Iterator[torch.Tensor] | None = None
+        self._current: tuple[int, torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        """Start a round: look whether the source's tensors are still where the cached copies expect them."""
+        self._stream, self._current = None, None
+        if not isinstance(self._source, StableSource):
+            self._stream = self._source.stream()
+            return
+        tensors = tuple(self._source.tensors())
+        if len(tensors) != len(self._owner):
+            raise SourceError(f"the source yields {len(tensors)} tensors, its manifest has {len(self._owner)}")
+        if len(tensors) != len(self._tensors) or any(new is not old for new, old in zip(tensors, self._tensors, strict=True)):
+            self._tensors = tensors
+            self._cached.clear()
+
+    @torch.no_grad()
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        """Write bucket `bucket` into `memory` (uint8, 1-D)."""
+        wanted = self.plan.buckets[bucket]
+        try:
+            if self._stream is None:
+                self._copies(wanted, memory).run()
+            else:
+                self._fill_from_stream(wanted, memory)
+        except WeightliftError as error:
+            error.fill(bucket=bucket, buckets=len(self.plan))
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"the source raised {type(error).__name__}: {error}", bucket=bucket, buckets=len(self.plan)
+            ) from error
+
+    def _copies(self, bucket: Bucket, memory: torch.Tensor) -> CopyList:
+        cached = self._cached.get(bucket.number)
+        if cached is not None and cached[0] == memory.data_ptr():
+            return cached[1]
+        entries = self.plan.manifest.entries
+        copies = CopyList(
+            (
+                bucket_view(memory, entries[piece.entry], piece),
+                tensor_view(self._tensors[self._owner[piece.entry]], piece),
+            )
+            for piece in bucket.pieces
+        )
+        self._cached[bucket.number] = (memory.data_ptr(), copies)
+        return copies
+
+    def _fill_from_stream(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        for piece in bucket.pieces:
+            entry = self.plan.manifest.entries[piece.entry]
+            tensor = self._from_stream(piece.entry)
+            if tuple(tensor.shape) != entry.shape:
+                raise SourceError(
+                    f"{entry.name} came with shape {list(tensor.shape)}, its manifest says {list(entry.shape)}",
+                    tensor=entry.name,
+                )
+            bucket_view(memory, entry, piece).copy_(tensor_view(tensor, piece))
+
+    def _from_stream(self, entry: int) -> torch.Tensor:
+        """The tensor of an entry; the stream is advanced to it. Entries without elements have no piece and are skipped over."""
+        assert self._stream is not None, "begin comes before fill"
+        wanted = self._owner[entry]
+        while self._current is None or self._current[0] < wanted:
+            position = -1 if self._current is None else self._current[0]
+            self._current = None  # the source may free its temporary before it makes the next one
+            name = self.plan.manifest.entries[entry].name
+            try:
+                self._current = (position + 1, next(self._stream).detach())
+            except StopIteration:
+                raise SourceError(f"the source ended before {name}", tensor=name) from None
+            except WeightliftError:
+                raise
+            except Exception as error:
+                raise SourceError(f"the source raised {type(error).__name__}: {error}", tensor=name) from error
+        return self._current[1]
+
+
+def _owners(plan: Plan) -> dict[int, int]:
+    """Entry index -> position in the stream, which has no aliases."""
+    return {entry: i for i, entry in enumerate(k for k, e in enumerate(plan.manifest.entries) if not e.alias_of)}

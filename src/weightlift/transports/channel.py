@@ -1,0 +1,280 @@
+"""The control channel: typed frames between one publisher and its subscribers, over ZeroMQ.
+
+Owns: the sockets, liveness, the limits on frames. Must not know: what a frame means; rounds.
+Both ends are used by one thread at a time. Nothing here waits without a limit.
+
+    ServerChannel (ROUTER, publisher)            ClientChannel (DEALER, subscriber)
+        poll(timeout_s) -> Received | Garbage | Gone       poll(timeout_s) -> the same
+        send(key, frame) -> bool                           send(frame)
+
+A peer is gone when its pidfd says so (same host), when libzmq's own heartbeats stop (other hosts; they run in libzmq's I/O thread,
+which no transfer and no interpreter lock can block), or when its connection is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket as sockets
+import time
+from typing import Final, NamedTuple, TypeAlias
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from weightlift.errors import ConfigError, RemoteProtocolError, TransportUnavailable
+from weightlift.protocol import codec
+from weightlift.protocol.messages import Frame, FromPublisher, FromSubscriber, Ping
+from weightlift.transports.endpoint import Endpoint, discard
+from weightlift.transports.liveness import open_pidfd
+
+__all__ = ["ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
+
+_HEARTBEAT_S: Final = 2.0
+_HEARTBEAT_TIMEOUT_S: Final = 8.0
+_LINGER_MS: Final = 300
+"""How long a closing socket may try to deliver its last frames (a Goodbye, an Abort)."""
+
+
+class Received(NamedTuple):
+    """A frame. `key` is the connection it came on."""
+
+    key: bytes
+    frame: FromSubscriber | FromPublisher
+
+
+class Garbage(NamedTuple):
+    """Bytes that are not a frame."""
+
+    key: bytes
+    error: RemoteProtocolError
+
+
+class Gone(NamedTuple):
+    """The process or the connection behind `key` is gone."""
+
+    key: bytes
+    reason: str
+
+
+Arrival: TypeAlias = Received | Garbage | Gone
+
+
+class _Channel:
+    """What both ends share: one context, one socket with its monitor, pidfds."""
+
+    _kind: int
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._context = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._pidfds: dict[bytes, int] = {}
+        self._open()
+
+    def _open(self) -> None:
+        socket: zmq.Socket[bytes] = self._context.socket(self._kind)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        if self.endpoint.remote:
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, int(_HEARTBEAT_S * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_HEARTBEAT_TIMEOUT_S * 1000))
+        self._socket = socket
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _shut(self) -> None:
+        for key in list(self._pidfds):
+            self.unwatch(key)
+        self._poller.unregister(self._socket)
+        self._poller.unregister(self._monitor)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+
+    def watch(self, key: bytes, pid: int, host: str) -> bool:
+        """Report Gone when that process ends; False if it has ended already."""
+        try:
+            pidfd = open_pidfd(pid, host)
+        except ProcessLookupError:
+            return False
+        if pidfd is not None:
+            self.unwatch(key)
+            self._pidfds[key] = pidfd
+            self._poller.register(pidfd, zmq.POLLIN)
+        return True
+
+    def unwatch(self, key: bytes) -> None:
+        """Stop watching. Idempotent."""
+        pidfd = self._pidfds.pop(key, None)
+        if pidfd is not None:
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
+
+    def _drain_monitor(self) -> int:
+        """Number of disconnections since the last call."""
+        count = 0
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            count += 1
+        return count
+
+    def _deaths(self, ready: dict[object, int]) -> list[Arrival]:
+        dead = [key for key, pidfd in self._pidfds.items() if pidfd in ready]
+        for key in dead:
+            self.unwatch(key)
+        return [Gone(key, "its process has ended") for key in dead]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._context.closed)
+
+    def close(self) -> None:
+        """Close the socket; frames that were sent are still delivered for a moment. Idempotent."""
+        if self.closed:
+            return
+        self._shut()
+        self._context.term()
+
+
+class ServerChannel(_Channel):
+    """The publisher's end. Raises ConfigError when the address is in use, TransportUnavailable when it cannot be bound."""
+
+    _kind = zmq.ROUTER
+
+    def _open(self) -> None:
+        super()._open()
+        self._known: set[bytes] = set()
+        self._pinged = time.monotonic()
+        socket = self._socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_SUBSCRIBER)
+        path = None if self.endpoint.directory is None else self.endpoint.directory / "control"
+        try:
+            if path is not None and path.exists():
+                # libzmq replaces an existing socket file in silence; a publisher that still listens on it must not be cut off.
+                if _answers(path):
+                    raise zmq.ZMQError(zmq.EADDRINUSE)
+                discard(path)
+            socket.bind(self.endpoint.zmq)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == zmq.EADDRINUSE:
+                raise ConfigError(
+                    f"address {self.endpoint.address} is in use by another publisher",
+                    remedy="one publisher per address: make another with new_address(), or close the other one first.",
+                ) from error
+            raise TransportUnavailable(f"cannot bind {self.endpoint.zmq}: {error}") from error
+
+    def poll(self, timeout_s: float) -> list[Arrival]:
+        """Everything that arrived; waits at most `timeout_s` for the first."""
+        wait_s = min(timeout_s, _HEARTBEAT_S) if self._known - set(self._pidfds) else timeout_s
+        ready = dict(self._poller.poll(_milliseconds(wait_s)))
+        arrivals: list[Arrival] = []
+        while self._socket in ready:
+            try:
+                key, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            arrivals.append(self._read(key, parts))
+        arrivals += self._deaths(ready)
+        if self._drain_monitor() or time.monotonic() - self._pinged > _HEARTBEAT_S:
+            self._pinged = time.monotonic()
+            ping = Ping(round=0, version=-1)
+            arrivals += [Gone(key, "its connection is closed") for key in list(self._known) if not self.send(key, ping)]
+        for arrival in arrivals:
+            if isinstance(arrival, Gone):
+                self._known.discard(arrival.key)
+        return arrivals
+
+    def _read(self, key: bytes, parts: list[bytes]) -> Arrival:
+        self._known.add(key)
+        if len(parts) != 1:
+            return Garbage(key, RemoteProtocolError(f"a frame must be one part, got {len(parts)}"))
+        try:
+            return Received(key, codec.decode_from_subscriber(parts[0]))
+        except RemoteProtocolError as error:
+            return Garbage(key, error)
+
+    def send(self, key: bytes, frame: Frame) -> bool:
+        """Hand a frame to the socket; False if nobody is connected under that key."""
+        try:
+            self._socket.send_multipart([key, codec.encode(frame)], zmq.NOBLOCK)
+        except zmq.Again:
+            return True  # connected, but its queue is full: it does not read, and the deadline of its stage will say so
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Also removes the socket file."""
+        if not self._context.closed:
+            super().close()
+            if self.endpoint.directory is not None:
+                discard(self.endpoint.directory / "control")
+
+
+class ClientChannel(_Channel):
+    """A subscriber's end. `generation` counts connections: a frame of an older one never arrives after a reset."""
+
+    _kind = zmq.DEALER
+    PUBLISHER: Final = b"publisher"
+
+    def _open(self) -> None:
+        super()._open()
+        socket = self._socket
+        socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_PUBLISHER)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.connect(self.endpoint.zmq)
+
+    def reset(self) -> None:
+        """Forget the publisher: a new connection with a new identity, nothing of the old one left in a queue."""
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._shut()
+        self._open()
+
+    def poll(self, timeout_s: float) -> list[Arrival]:
+        """Everything that arrived; waits at most `timeout_s` for the first."""
+        ready = dict(self._poller.poll(_milliseconds(timeout_s)))
+        arrivals: list[Arrival] = []
+        while self._socket in ready:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                if len(parts) != 1:
+                    raise RemoteProtocolError(f"a frame must be one part, got {len(parts)}")
+                arrivals.append(Received(self.PUBLISHER, codec.decode_from_publisher(parts[0])))
+            except RemoteProtocolError as error:
+                arrivals.append(Garbage(self.PUBLISHER, error))
+        deaths = self._deaths(ready)
+        if not deaths and self._drain_monitor():
+            deaths = [Gone(self.PUBLISHER, "its connection is closed")]
+        return arrivals + deaths
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; it is delivered when the publisher is there."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(codec.encode(frame), zmq.NOBLOCK)
+
+
+def _answers(path: os.PathLike[str]) -> bool:
+    """Whether somebody listens on a unix socket."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+    return True
+
+
+def _milliseconds(seconds: float) -> int:
+    """Rounded up: a wait that ends a moment early would spin."""
+    return max(0, math.ceil(seconds * 1000))
