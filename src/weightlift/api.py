@@ -85,7 +85,12 @@ class Publisher:
         self._shm = shm or ShmConfig()
         self._sink = sink
         self._directory = _hold(self._endpoint)
-        self._reception = Reception(self._endpoint, token=token, sink=sink)
+        try:
+            self._reception = Reception(self._endpoint, token=token, sink=sink)
+        except BaseException:
+            if self._directory is not None:
+                self._directory.close()
+            raise
         self._driver = Driver(self._reception, sink=sink)
         self._senders: dict[str, Sender] = {}
         self._packer: Packer | None = None
@@ -207,6 +212,8 @@ class Publisher:
             return
         self._open = False
         self._reception.close("the publisher was closed")
+        if self._packer is not None:
+            self._packer.close()
         for sender in self._senders.values():
             sender.close()
         if self._directory is not None:

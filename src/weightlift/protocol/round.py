@@ -229,10 +229,15 @@ class Round:
     def tick(self, now: float) -> list[Action]:
         """Time has passed: peers whose deadline is over are given up."""
         actions: list[Action] = []
-        for view in self.peers.values():
-            if view.deadline is not None and view.deadline <= now and not view.out:
-                actions += self._give_up(view, self._overdue(view), PeerEvent.EXPIRED, now)
+        for peer, view in self.peers.items():
+            if view.deadline is not None and view.deadline <= now:
+                actions += self.expire(peer, now)
         return actions
+
+    def expire(self, peer: PeerId, now: float) -> list[Action]:
+        """The deadline of one peer is over: it is given up."""
+        view = self.peers[peer]
+        return [] if view.deadline is None else self._give_up(view, self._overdue(view), PeerEvent.EXPIRED, now)
 
     # --- the rules -------------------------------------------------------------------------------------------------------------
 

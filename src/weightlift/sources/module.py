@@ -29,6 +29,7 @@ class _HeldSource:
     def __init__(self, dtype: DtypePolicy) -> None:
         self._policy = _compile(dtype)
         self._manifest: Manifest | None = None
+        self._originals: tuple[torch.Tensor, ...] = ()
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._pointers: tuple[int, ...] = ()
 
@@ -42,7 +43,7 @@ class _HeldSource:
 
     def manifest(self) -> Manifest:
         """The manifest; looked up anew only when a tensor was replaced, re-allocated, added or removed."""
-        if self._manifest is None or not self._unchanged() or self._pointers != _pointers(self._tensors):
+        if self._manifest is None or not self._unchanged() or self._pointers != _pointers(self._originals):
             self._look()
         assert self._manifest is not None
         return self._manifest
@@ -56,8 +57,10 @@ class _HeldSource:
         entries = [entry_of(n, t, dtype=self._policy(n, t), alias_of=alias.get(n, "")) for n, t in named]
         manifest = Manifest(entries)
         self._manifest = self._manifest if manifest == self._manifest else manifest
-        self._tensors = tuple(tensor.detach() for name, tensor in named if name not in alias)
-        self._pointers = _pointers(self._tensors)
+        # `detach` shares storage but does not follow `parameter.data = ...`: that is seen by the pointers of the originals.
+        self._originals = tuple(tensor for name, tensor in named if name not in alias)
+        self._tensors = tuple(tensor.detach() for tensor in self._originals)
+        self._pointers = _pointers(self._originals)
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """The tensors of `manifest`, aliases left out."""

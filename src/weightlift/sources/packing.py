@@ -109,6 +109,12 @@ class Packer:
                 raise SourceError(f"the source raised {type(error).__name__}: {error}", tensor=name) from error
         return self._current[1]
 
+    def close(self) -> None:
+        """Drop every view of a bucket and of the source's tensors, also where a traceback keeps this packer alive. Idempotent."""
+        self._cached.clear()
+        self._tensors = ()
+        self._stream, self._current = None, None
+
 
 def _owners(plan: Plan) -> dict[int, int]:
     """Entry index -> position in the stream, which has no aliases."""

@@ -12,7 +12,8 @@ the state machines. The driver calls these methods, in this order, from one thre
 
 Lifetimes. A bucket's memory belongs to the transport. `Fill` may write it until it returns; `Install` may read it until it returns;
 neither may keep a view of it. A bucket is acknowledged after `Install` returned, and reused only when every live reader acknowledged.
-Waits. Every wait is bounded by `stall_s` without progress of the peer that is waited for; there is no other wait.
+Waits. Every wait is bounded by `stall_s` without progress of the other side. A receiver gets twice the sender's: the sender may be
+waiting that long for another peer.
 Order. Buckets arrive in plan order at every peer, each exactly once, or `receive` raises.
 Failure. `send` reports a peer that is gone or stalled and goes on with the others. It raises only what `Fill` raised, after closing
 the data plane of every peer. After a failure both ends are rebuilt from nothing: no byte of a failed round can reach a later one.
@@ -21,6 +22,7 @@ the data plane of every peer. After a failure both ends are rebuilt from nothing
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
@@ -30,13 +32,30 @@ from weightlift.errors import WeightliftError
 from weightlift.protocol.messages import PeerId
 from weightlift.protocol.plan import Plan
 
-__all__ = ["Fill", "Install", "ReceiveJob", "Receiver", "SendJob", "Sender", "Usage"]
+__all__ = ["Fill", "Install", "ReceiveJob", "Receiver", "SendJob", "Sender", "Usage", "drop_frames"]
 
 Fill: TypeAlias = Callable[[int, torch.Tensor], None]
 """fill(bucket index, memory): write the bucket into `memory`, uint8, 1-D, at least as long as the bucket."""
 
 Install: TypeAlias = Callable[[int, torch.Tensor], None]
 """install(bucket index, memory): read the bucket from `memory`; raising ends the round for this peer."""
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear the local variables of the finished frames of an error and its causes.
+
+    A traceback keeps every local alive, a view of a bucket among them, and an exception and its frames are a cycle that only the
+    garbage collector breaks: without this a mapping would outlive the round in which it failed. The text of the traceback stays.
+    """
+    seen: set[int] = set()
+    stack: list[BaseException | None] = [error]
+    while stack:
+        one = stack.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        stack += [one.__cause__, one.__context__]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from weightlift.protocol.manifest import Manifest
 from weightlift.protocol.messages import Announce, Frame, Limits, ManifestBody, PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
-from weightlift.transports.base import Fill, Sender, SendJob
+from weightlift.transports.base import Fill, Sender, SendJob, drop_frames
 from weightlift.transports.reception import Left, Reception, Said
 
 __all__ = ["Delivery", "Driver"]
@@ -138,6 +138,7 @@ def _transfer(current: Round, peers: tuple[PeerId, ...], delivery: Delivery) -> 
         with delivery.watch.measure("transfer"):
             failed = delivery.sender.send(job)
     except WeightliftError as error:
+        drop_frames(error)
         return current.source_failed(error.fill(phase="TRANSFER"), time.monotonic())
     actions: list[Action] = []
     for peer in peers:

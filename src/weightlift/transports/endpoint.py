@@ -29,7 +29,7 @@ import xxhash
 from weightlift.config import env
 from weightlift.errors import ConfigError
 
-__all__ = ["Endpoint", "RunDirectory", "new_address", "parse_address"]
+__all__ = ["Endpoint", "RunDirectory", "new_address", "parse_address", "run_directories"]
 
 _MAX_SOCKET_PATH: Final = 107
 """Bytes of sockaddr_un.sun_path on Linux, without the final zero."""
@@ -57,7 +57,7 @@ def new_address() -> str:
 
     Side effects: makes the run directory, holds it until this process ends, and removes directories of dead runs.
     """
-    root = _root()
+    root = run_directories()
     sweep(root)
     directory = root / secrets.token_hex(8)
     if not _HELD:
@@ -170,8 +170,8 @@ def _remove_if_unused(path: pathlib.Path, lock: int) -> bool:
     return True
 
 
-def _root() -> pathlib.Path:
-    """The parent of all run directories of this user. A temporary directory with a long path is replaced by /tmp."""
+def run_directories() -> pathlib.Path:
+    """The parent of all run directories of this user, made if needed. A temporary directory with a long path is replaced by /tmp."""
     base = env("RUN_DIR", tempfile.gettempdir())
     root = pathlib.Path(base) / f"weightlift-{os.geteuid()}"
     if len(os.fsencode(root)) + 17 + _LONGEST_NAME > _MAX_SOCKET_PATH:
@@ -189,7 +189,7 @@ def _short(directory: pathlib.Path) -> pathlib.Path:
     """
     if len(os.fsencode(directory)) + _LONGEST_NAME <= _MAX_SOCKET_PATH:
         return directory
-    return _root() / f"long-{xxhash.xxh3_64_hexdigest(os.fsencode(directory))}"
+    return run_directories() / f"long-{xxhash.xxh3_64_hexdigest(os.fsencode(directory))}"
 
 
 def discard(path: pathlib.Path) -> None:

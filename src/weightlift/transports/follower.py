@@ -32,7 +32,7 @@ from weightlift.protocol.messages import (
 )
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.session import Event, Stage, SubscriberSession
-from weightlift.transports.base import ReceiveJob, Receiver
+from weightlift.transports.base import ReceiveJob, Receiver, drop_frames
 from weightlift.transports.mailbox import Interrupted, Mailbox
 from weightlift.transports.registry import make_receiver
 
@@ -80,10 +80,10 @@ class Follower:
         session.on(Event.CLEAN)
         mailbox.send(_released(offer, plan, load_s, watch.seconds().release))
         with watch.measure("commit"):
-            others_s = limits.transfer_s + limits.release_s  # the other ranks of the replica may still be at work
+            others_s = 2 * limits.transfer_s + limits.release_s  # the other ranks of the replica may still be at work
             mailbox.expect(Commit, offer.round, others_s + limits.commit_s + limits.cause_s)
             session.on(Event.COMMIT)
-            self._guarded("commit", lambda: self._loader.commit(offer.version))
+            self._guarded("commit", self._loader.commit, offer.version)
             session.on(Event.DONE)
         mailbox.send(Committed(round=offer.round, version=offer.version, commit_s=watch.seconds().commit))
         return _report(offer, plan, receiver, watch, load_s)
@@ -91,7 +91,7 @@ class Follower:
     def _prepare(self, offer: Announce) -> tuple[Plan, Receiver]:
         """Everything that can be refused, before anything changes."""
         plan = self._plan_of(offer)
-        self._guarded("prepare", lambda: self._loader.prepare(plan))
+        self._guarded("prepare", self._loader.prepare, plan)
         receiver = self._receivers.get(offer.transport)
         if receiver is None:
             receiver = self._receivers[offer.transport] = make_receiver(offer.transport, self._peer)
@@ -123,13 +123,15 @@ class Follower:
                 self._session.on(Event.WRITE)
             start = time.perf_counter()
             try:
-                self._guarded("install", lambda: self._loader.install(plan.buckets[index], memory))
+                self._guarded("install", self._loader.install, plan.buckets[index], memory)
             except WeightliftError as error:
                 error.fill(bucket=index, buckets=len(plan), tensor=plan.names(index))
                 raise
             load_s += time.perf_counter() - start
 
-        job = ReceiveJob(round=offer.round, version=offer.version, plan=plan, install=install, stall_s=offer.limits.transfer_s)
+        # Twice: the publisher may be waiting that long for another peer before it goes on with this one.
+        stall_s = 2 * offer.limits.transfer_s
+        job = ReceiveJob(round=offer.round, version=offer.version, plan=plan, install=install, stall_s=stall_s)
         try:
             receiver.receive(job)
         except (PeerLost, TransferTimeout) as error:
@@ -142,7 +144,7 @@ class Follower:
         """The data plane closed or stalled: raise the publisher's reason if it gives one within the grace, else what was seen."""
         stalled = isinstance(closed, TransferTimeout)
         try:
-            self._mailbox.expect(Commit, offer.round, offer.limits.cause_s)
+            self._mailbox.expect(Commit, offer.round, 0.0 if stalled else offer.limits.cause_s)
         except Interrupted as interrupted:
             if interrupted.event is Event.EXPIRED:
                 raise Interrupted(Event.EXPIRED if stalled else Event.LOST, closed) from None
@@ -151,10 +153,10 @@ class Follower:
             raise
         raise RemoteProtocolError("the publisher sent Commit in the middle of a transfer")
 
-    def _guarded(self, what: str, call: Callable[[], None]) -> None:
+    def _guarded(self, what: str, call: Callable[..., None], *arguments: object) -> None:
         """Call into loader or transport; a foreign exception becomes a LoaderError, chained."""
         try:
-            call()
+            call(*arguments)
         except WeightliftError:
             raise
         except Exception as error:
@@ -175,6 +177,7 @@ class Follower:
             if event is not Event.ABORT and event is not Event.LOST:
                 self._tell(offer, event, describe(error, phase=str(phase), peer=self._peer))
         finally:
+            drop_frames(error)
             self._clean_up()
         if event is Event.LOST:
             self._mailbox.start_over()

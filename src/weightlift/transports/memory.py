@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -98,10 +99,11 @@ class MemorySender:
         job.fill(bucket, self._memory)
         for link in links.values():
             link.buckets.put(_Filled(job.round, job.version, bucket, self._memory))
+        deadline = time.monotonic() + job.stall_s
         for peer, link in list(links.items()):
             where = {"peer": peer, "bucket": bucket, "buckets": len(job.plan), "tensor": job.plan.names(bucket)}
             try:
-                answer = link.done.get(timeout=job.stall_s)
+                answer = link.done.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 message = f"peer {peer} did not acknowledge bucket {bucket}/{len(job.plan)} within {job.stall_s} s"
                 failed[peer] = TransferTimeout(message).fill(**where)
