@@ -1,0 +1,120 @@
+"""The engine as the loop sees it: give it prompts, get samples; tell it that weights are coming.
+
+Owns: the `Engine` seam and `RolloutEngine`, the seam's form over a rollout process and a sample plane. Must not know:
+tasks, rewards, how weights travel. Called by rl/loop.py. Another engine (vLLM, several processes) is another class with
+these four methods.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from weightlift.errors import RemoteProtocolError
+from weightlift.rl.config import TimeoutConfig, TrainConfig
+from weightlift.rl.processes import RolloutProcess
+from weightlift.rl.rollout import RolloutSettings
+from weightlift.samples import GenerateReply, Prompt, Sample, SamplePlane, SamplingParams, SyncReply
+
+__all__ = ["Engine", "RolloutEngine"]
+
+
+class Engine(Protocol):
+    """What the loop needs of an engine. Every method ends in bounded time, by a result or by a WeightliftError."""
+
+    def wait_ready(self) -> None:
+        """Wait until the engine has built its model."""
+        ...
+
+    def begin_sync(self, version: int) -> int:
+        """Tell the engine that `version` is about to be published; returns a ticket for `finish_sync`."""
+        ...
+
+    def finish_sync(self, ticket: int) -> int:
+        """Wait until the engine is through with the round; returns the version that it serves now."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[Sample]]:
+        """Samples for each prompt, in the order of the prompts, each with the version of the weights that made it."""
+        ...
+
+    def close(self) -> None:
+        """End the engine and everything it started. Safe to call again."""
+        ...
+
+
+class RolloutEngine:
+    """One rollout process on this host.
+
+    Args:
+        config: resolved. weights_address: `weightlift.new_address()`. directory: gets `<name>.log`.
+    """
+
+    def __init__(self, config: TrainConfig, *, weights_address: str, directory: pathlib.Path, name: str = "rollout-0") -> None:
+        self._name: Final = name
+        self._timeouts: Final[TimeoutConfig] = config.timeouts
+        self._plane = SamplePlane(max_in_flight=2, watch=self._check)
+        settings = RolloutSettings(
+            name=name,
+            trainer_pid=os.getpid(),
+            weights_address=weights_address,
+            samples_address=self._plane.address,
+            model=None if config.model is None else str(config.model),
+            tiny=config.tiny,
+            seed=config.seed + 1,
+            threads=config.threads,
+        )
+        try:
+            self._process = RolloutProcess(settings, log_path=directory / f"{name}.log")
+        except BaseException:
+            self._plane.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the rollout process."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait for the process's hello; TransferTimeout or PeerLost."""
+        self._plane.wait_for_engines([self._name], timeout_s=self._timeouts.start_s)
+
+    def begin_sync(self, version: int) -> int:
+        """Send the sync request; the process then waits for the publisher."""
+        return self._plane.sync(self._name, version=version, timeout_s=self._timeouts.sync_s)
+
+    def finish_sync(self, ticket: int) -> int:
+        """Collect the reply; the engine's own error where its side of the round failed."""
+        reply = self._plane.collect(ticket, timeout_s=self._timeouts.sync_s)
+        if not isinstance(reply, SyncReply):
+            raise RemoteProtocolError(f"a sync was answered with {type(reply).__name__}", peer=self._name)
+        return reply.version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[Sample]]:
+        """Send the prompts, wait for all samples, hand them back grouped by prompt."""
+        request = [Prompt(id=index, tokens=list(tokens)) for index, tokens in enumerate(prompts)]
+        ticket = self._plane.generate(self._name, request, sampling)
+        reply = self._plane.collect(ticket, timeout_s=self._timeouts.generate_s)
+        if not isinstance(reply, GenerateReply):
+            raise RemoteProtocolError(f"a generation was answered with {type(reply).__name__}", peer=self._name)
+        expected = [index for index in range(len(prompts)) for _ in range(sampling.samples)]
+        if [sample.prompt_id for sample in reply.samples] != expected:
+            raise RemoteProtocolError(
+                f"{len(expected)} samples were asked for, and {len(reply.samples)} came, or in another order",
+                peer=self._name,
+            )
+        width = sampling.samples
+        return [reply.samples[start : start + width] for start in range(0, len(expected), width)]
+
+    def close(self) -> None:
+        """Ask the process to end, make sure that it does, remove the plane."""
+        self._plane.shutdown(self._name)
+        try:
+            self._process.stop(timeout_s=self._timeouts.stop_s)
+        finally:
+            self._plane.close()
+
+    def _check(self) -> None:
+        self._process.check()
