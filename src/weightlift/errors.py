@@ -30,6 +30,7 @@ An error that a peer reported is raised on this side with the same class; the pe
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, ClassVar
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "TransportUnavailable",
     "UnexpectedParameter",
     "WeightliftError",
+    "drop_frames",
     "error_class",
 ]
 
@@ -270,3 +272,20 @@ _CLASSES: dict[str, type[WeightliftError]] = {
 def error_class(name: str) -> type[WeightliftError] | None:
     """The class of this tree with that name, or None."""
     return _CLASSES.get(name)
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear the local variables of the finished frames of an error and its causes.
+
+    A traceback keeps every local alive, a view of a bucket among them, and an exception and its frames are a cycle that only the
+    garbage collector breaks: without this a mapping would outlive the round in which it failed. The text of the traceback stays.
+    """
+    seen: set[int] = set()
+    stack: list[BaseException | None] = [error]
+    while stack:
+        one = stack.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        stack += [one.__cause__, one.__context__]

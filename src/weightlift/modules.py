@@ -1,6 +1,7 @@
 """torch.nn's side of the vocabulary: canonical names and a stable walk over what a sync consists of.
 
-Owns: `Slot` (one named tensor and where it hangs), `walk`, `aliases`. Must not know: manifests' digests, transports, who copies.
+Owns: `Slot` (one named tensor and where it hangs), `walk`, `aliases`, and `HeldTensors`, named tensors that know whether they moved.
+Must not know: manifests' digests, transports, who copies.
 Sources and loaders use the same walk, so that wrapped on one side and bare on the other means the same names.
 
 What is walked: parameters, frozen ones too, and persistent buffers; non-persistent buffers are not. Wrapper segments are dropped by
@@ -10,11 +11,13 @@ what the wrapper is, not by what the name looks like: a genuine child called `mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Slot", "aliases", "canonical_child", "walk"]
+from weightlift.errors import ConfigError
+
+__all__ = ["HeldTensors", "MappingTensors", "ModuleTensors", "Slot", "aliases", "canonical_child", "walk"]
 
 _WRAPPER_CHILDREN: Final[Mapping[str, frozenset[str]]] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": frozenset({"module"}),
@@ -61,6 +64,69 @@ def walk(module: torch.nn.Module, prefix: str = "") -> Iterator[Slot]:
     for name, child in module._modules.items():
         if child is not None:
             yield from walk(child, f"{prefix}{name}." if canonical_child(module, name) else prefix)
+
+
+class HeldTensors(Protocol):
+    """Named tensors somewhere in this process, with a cheap test whether they are still the same ones in the same place."""
+
+    def look(self) -> list[tuple[str, torch.Tensor]]:
+        """All names with their tensors, tied ones under each name."""
+
+    def unchanged(self) -> bool:
+        """Whether names lead to the same tensors, with the same storage, as at the last look; False before the first."""
+
+
+class ModuleTensors:
+    """What `walk` yields of a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._slots: list[Slot] = []
+        self._pointers: list[int] = []
+
+    def look(self) -> list[tuple[str, torch.Tensor]]:
+        self._slots = list(walk(self.module))
+        self._pointers = [slot.tensor.data_ptr() for slot in self._slots]
+        return [(slot.name, slot.tensor) for slot in self._slots]
+
+    def unchanged(self) -> bool:
+        # Replacing a tensor is seen by its slot, `parameter.data = ...` by the pointer, adding one by the count.
+        return bool(self._slots) and (
+            all(slot.held() for slot in self._slots)
+            and self._pointers == [slot.tensor.data_ptr() for slot in self._slots]
+            and len(self._slots) == _count(self.module)
+        )
+
+
+class MappingTensors:
+    """The items of a mapping; ConfigError for anything that is not str -> tensor."""
+
+    def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
+        self.mapping = mapping
+        self._seen: list[tuple[str, torch.Tensor]] = []
+        self._pointers: list[int] = []
+
+    def look(self) -> list[tuple[str, torch.Tensor]]:
+        for name, tensor in self.mapping.items():
+            if type(name) is not str or not isinstance(tensor, torch.Tensor):
+                raise ConfigError(f"tensors must be a mapping of str to tensors, got {name!r}: {type(tensor).__name__}")
+        self._seen = list(self.mapping.items())
+        self._pointers = [tensor.data_ptr() for _, tensor in self._seen]
+        return self._seen
+
+    def unchanged(self) -> bool:
+        return bool(self._seen) and (
+            len(self._seen) == len(self.mapping)
+            and all(self.mapping.get(name) is tensor for name, tensor in self._seen)
+            and self._pointers == [tensor.data_ptr() for _, tensor in self._seen]
+        )
+
+
+def _count(module: torch.nn.Module) -> int:
+    """How many slots a walk would yield; modules shared by two parents count twice, as in the walk."""
+    own = sum(tensor is not None for tensor in module._parameters.values())
+    own += sum(tensor is not None and key not in module._non_persistent_buffers_set for key, tensor in module._buffers.items())
+    return own + sum(_count(child) for child in module._modules.values() if child is not None)
 
 
 def aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -136,7 +136,7 @@ def test_a_source_follows_replaced_moved_added_and_removed_tensors() -> None:
     assert source.manifest() is first
     assert source.tensors()[0][0, 0] == 5.0
     net[0].weight = nn.Parameter(torch.full((2, 2), 6.0))
-    assert source.manifest() is first
+    assert source.manifest() is first, "same structure, same object"
     assert source.tensors()[0][0, 0] == 6.0
     net.add_module("more", nn.Linear(2, 1))
     assert len(source.manifest().entries) == 4
@@ -153,5 +153,5 @@ def test_dtype_policy() -> None:
 
 
 def test_a_mapping_of_something_else_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must map str to tensors"):
+    with pytest.raises(ConfigError, match="must be a mapping of str to tensors"):
         MappingSource({"a": 1}).manifest()  # type: ignore[dict-item]

@@ -14,7 +14,7 @@ import torch
 from weightlift.copies import CopyList
 from weightlift.errors import LoaderError
 from weightlift.loaders.match import CastPolicy, Destinations, match
-from weightlift.modules import walk
+from weightlift.modules import HeldTensors, MappingTensors, ModuleTensors
 from weightlift.protocol.plan import Bucket, Plan
 from weightlift.tensors import bucket_view, tensor_view
 
@@ -25,29 +25,27 @@ ResetHook = Callable[[int], "bool | None"]
 
 
 class _InPlaceLoader:
-    """What both loaders share; a subclass says which tensors there are."""
+    """What both loaders share: live tensors that are looked at before each round."""
 
-    def __init__(self, *, cast: CastPolicy, on_commit: ResetHook | None) -> None:
+    def __init__(self, held: HeldTensors, *, cast: CastPolicy, ties: Mapping[str, str] | None, on_commit: ResetHook | None) -> None:
+        self._held = held
         self._cast: CastPolicy = cast
+        self._ties = dict(ties or {})
         self._on_commit = on_commit
         self._plan: Plan | None = None
         self._targets: dict[str, list[torch.Tensor]] = {}
         self._cached: dict[int, tuple[int, CopyList]] = {}
         self._written: collections.Counter[int] = collections.Counter()
-        self._pointers: list[int] = []
-
-    def _destinations(self) -> Destinations:
-        """The engine's tensors now."""
-        raise NotImplementedError
 
     def prepare(self, plan: Plan) -> None:
-        """See Loader. Matching and cached copies are kept as long as plan and storage are the same."""
-        targets = match(plan.manifest, self._destinations(), self._cast)
-        pointers = [tensor.data_ptr() for tensors in targets.values() for tensor in tensors]
-        if plan is not self._plan or pointers != self._pointers:
-            self._cached.clear()
-        self._plan, self._targets, self._pointers = plan, targets, pointers
+        """See Loader. The match and the cached copies are kept as long as plan, tensors and storage are the same."""
         self._written.clear()
+        if plan is self._plan and self._held.unchanged():
+            return
+        self._cached.clear()
+        self._plan = None
+        self._targets = match(plan.manifest, Destinations(dict(self._held.look()), self._ties), self._cast)
+        self._plan = plan
 
     def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
         """See Loader."""
@@ -106,16 +104,15 @@ class ModuleLoader(_InPlaceLoader):
         ties: Mapping[str, str] | None = None,
         on_commit: ResetHook | None = None,
     ) -> None:
-        super().__init__(cast=cast, on_commit=on_commit)
+        super().__init__(ModuleTensors(module), cast=cast, ties=ties, on_commit=on_commit)
         self.module = module
-        self._ties = dict(ties or {})
-
-    def _destinations(self) -> Destinations:
-        return Destinations({slot.name: slot.tensor for slot in walk(self.module)}, self._ties)
 
 
 class MappingLoader(_InPlaceLoader):
-    """Installs into a mapping of preallocated tensors (any strides); the tensors are filled, the mapping is not changed."""
+    """Installs into a mapping of preallocated tensors (any strides); the tensors are filled, the mapping is not changed.
+
+    Args: as of ModuleLoader.
+    """
 
     def __init__(
         self,
@@ -125,9 +122,4 @@ class MappingLoader(_InPlaceLoader):
         ties: Mapping[str, str] | None = None,
         on_commit: ResetHook | None = None,
     ) -> None:
-        super().__init__(cast=cast, on_commit=on_commit)
-        self.tensors = tensors
-        self._ties = dict(ties or {})
-
-    def _destinations(self) -> Destinations:
-        return Destinations(self.tensors, self._ties)
+        super().__init__(MappingTensors(tensors), cast=cast, ties=ties, on_commit=on_commit)

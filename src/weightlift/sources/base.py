@@ -35,4 +35,4 @@ class StableSource(Source, Protocol):
     """A source whose full tensors stay where they are between rounds: copies can be planned once and repeated."""
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """What `stream` yields, all at once. The same tensor objects as in the last round unless storage moved."""
+        """What `stream` yields, all at once, as of the last `manifest()`. The same tensor objects as then unless storage moved."""

@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from weightlift.errors import ConfigError, DuplicateParameter
-from weightlift.modules import Slot, aliases, walk
+from weightlift.modules import HeldTensors, MappingTensors, ModuleTensors, aliases
 from weightlift.protocol.manifest import Manifest
 from weightlift.tensors import entry_of, torch_dtype
 
@@ -24,47 +23,30 @@ tensors that match nothing keep their own."""
 
 
 class _HeldSource:
-    """What both sources share: a list of named tensors, checked for change before each round."""
+    """What both sources share: named tensors that are looked at before each round."""
 
-    def __init__(self, dtype: DtypePolicy) -> None:
-        self._policy = _compile(dtype)
+    def __init__(self, held: HeldTensors, dtype: DtypePolicy) -> None:
+        self._held = held
+        self._policy = _Policy(dtype)
         self._manifest: Manifest | None = None
-        self._originals: tuple[torch.Tensor, ...] = ()
         self._tensors: tuple[torch.Tensor, ...] = ()
-        self._pointers: tuple[int, ...] = ()
-
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        """All names with their tensors, tied ones under each name."""
-        raise NotImplementedError
-
-    def _unchanged(self) -> bool:
-        """Whether the names still lead to the tensors of the last look."""
-        raise NotImplementedError
 
     def manifest(self) -> Manifest:
-        """The manifest; looked up anew only when a tensor was replaced, re-allocated, added or removed."""
-        if self._manifest is None or not self._unchanged() or self._pointers != _pointers(self._originals):
+        """The manifest; made anew only when a tensor was replaced, re-allocated, added or removed."""
+        if self._manifest is None or not self._held.unchanged():
             self._look()
-        assert self._manifest is not None
+        assert self._manifest is not None, "set by the look"
         return self._manifest
 
     def _look(self) -> None:
-        named = self._named()
-        duplicate = next((name for name, count in _counts(named).items() if count > 1), None)
-        if duplicate is not None:
-            raise DuplicateParameter(f"two tensors are called {duplicate}", tensor=duplicate)
+        named = self._held.look()
         alias = aliases(named)
-        entries = [entry_of(n, t, dtype=self._policy(n, t), alias_of=alias.get(n, "")) for n, t in named]
-        manifest = Manifest(entries)
+        manifest = Manifest(entry_of(n, t, dtype=self._policy(n, t), alias_of=alias.get(n, "")) for n, t in named)
         self._manifest = self._manifest if manifest == self._manifest else manifest
-        # `detach` shares storage but does not follow `parameter.data = ...`: that is seen by the pointers of the originals.
-        self._originals = tuple(tensor for name, tensor in named if name not in alias)
-        self._tensors = tuple(tensor.detach() for tensor in self._originals)
-        self._pointers = _pointers(self._originals)
+        self._tensors = tuple(tensor.detach() for name, tensor in named if name not in alias)
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """The tensors of `manifest`, aliases left out."""
-        self.manifest()
+        """The tensors of the last `manifest()`, aliases left out."""
         return self._tensors
 
     def stream(self) -> Iterator[torch.Tensor]:
@@ -81,17 +63,7 @@ class ModuleSource(_HeldSource):
     """
 
     def __init__(self, module: torch.nn.Module, *, dtype: DtypePolicy = None) -> None:
-        super().__init__(dtype)
-        self._module = module
-        self._slots: list[Slot] = []
-
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        self._slots = list(walk(self._module))
-        return [(slot.name, slot.tensor) for slot in self._slots]
-
-    def _unchanged(self) -> bool:
-        # Replacing a tensor is seen here, moving its storage by its pointer; a parameter that is added later is only seen by a walk.
-        return all(slot.held() for slot in self._slots) and len(self._slots) == _count(self._module)
+        super().__init__(ModuleTensors(module), dtype)
 
 
 class MappingSource(_HeldSource):
@@ -101,24 +73,10 @@ class MappingSource(_HeldSource):
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, dtype: DtypePolicy = None) -> None:
-        super().__init__(dtype)
-        self._mapping = tensors
-        self._seen: dict[str, torch.Tensor] = {}
-
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        for name, tensor in self._mapping.items():
-            if type(name) is not str or not isinstance(tensor, torch.Tensor):
-                raise ConfigError(f"a MappingSource must map str to tensors, got {name!r}: {type(tensor).__name__}")
-        self._seen = dict(self._mapping)
-        return list(self._seen.items())
-
-    def _unchanged(self) -> bool:
-        return len(self._seen) == len(self._mapping) and all(
-            self._mapping.get(name) is tensor for name, tensor in self._seen.items()
-        )
+        super().__init__(MappingTensors(tensors), dtype)
 
 
-class _compile:
+class _Policy:
     """A DtypePolicy as a function of name and tensor."""
 
     def __init__(self, policy: DtypePolicy) -> None:
@@ -137,21 +95,3 @@ class _compile:
         if self._default is not None and tensor.is_floating_point():
             return self._default
         return tensor.dtype
-
-
-def _pointers(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in tensors)
-
-
-def _count(module: torch.nn.Module) -> int:
-    """How many slots a walk would yield; modules shared by two parents count twice, as in the walk."""
-    own = sum(tensor is not None for tensor in module._parameters.values())
-    own += sum(tensor is not None and key not in module._non_persistent_buffers_set for key, tensor in module._buffers.items())
-    return own + sum(_count(child) for child in module._modules.values() if child is not None)
-
-
-def _counts(named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name, _ in named:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from weightlift.errors import PeerLost, SourceError, TransferTimeout, WeightliftError
+from weightlift.errors import PeerLost, SourceError, TransferTimeout, WeightliftError, drop_frames
 from weightlift.loaders.base import Loader
 from weightlift.protocol.manifest import Entry, Manifest
 from weightlift.protocol.messages import PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.sources.base import Source
 from weightlift.sources.packing import Packer
-from weightlift.transports.base import ReceiveJob, Receiver, Sender, SendJob, drop_frames
+from weightlift.transports.base import ReceiveJob, Receiver, Sender, SendJob
 
 __all__ = ["LoaderContract", "SourceContract", "TransportContract", "odd_tensors"]
 

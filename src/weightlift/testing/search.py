@@ -1,7 +1,7 @@
 """Exhaustive search over everything that can happen to one publisher and two subscribers.
 
-Owns: a model of processes, queues and a data plane around the real machines (`protocol.round.Round`, `protocol.session.
-SubscriberSession`), all faults, and the properties that must hold in every reachable state. Must not know: sockets, time, tensors.
+Owns: the steps of the model (world.py), all faults among them, and the properties that must hold in every reachable state.
+Must not know: sockets, time, tensors.
 
 `search` walks breadth first, so a counterexample is the shortest there is; `Violation` prints it step by step. What is checked:
 
@@ -22,7 +22,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from weightlift.errors import PeerLost, SourceError, TransferTimeout
 from weightlift.protocol.messages import (
@@ -31,11 +31,8 @@ from weightlift.protocol.messages import (
     Begin,
     Commit,
     Committed,
-    ErrorInfo,
     Failed,
     Fenced,
-    Frame,
-    Limits,
     ManifestBody,
     NeedManifest,
     PeerId,
@@ -43,150 +40,15 @@ from weightlift.protocol.messages import (
     Refused,
     Released,
 )
-from weightlift.protocol.round import Action, Member, Round, Send, SendAnnounce, SendManifest, Transfer
-from weightlift.protocol.session import SUBSCRIBER_LAW, Event, PeerStage, Stage, SubscriberSession
+from weightlift.protocol.round import Member, Round
+from weightlift.protocol.session import SUBSCRIBER_LAW, Event, PeerStage, Stage
+from weightlift.testing.world import ACKED, BROKEN, ERROR, LIMITS, MOVING, STALLED, Scenario, World
 
 __all__ = ["Scenario", "Search", "Violation", "World", "search"]
-
-_ERROR: Final = ErrorInfo(error="WeightliftError", message="")
-_LIMITS: Final = Limits(announce_s=1, prepare_s=1, transfer_s=1, release_s=1, commit_s=1, cause_s=1)
-_MOVING, _ACKED, _BROKEN, _STALLED = "moving", "acked", "broken", "stalled"
 
 
 class Violation(AssertionError):
     """A property does not hold; the message is the shortest way there."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scenario:
-    """replicas: name of the replica of each subscriber. need: replicas that must be ready; None for all.
-
-    faults: how many faults may happen on one path. rounds: how many versions are published.
-    """
-
-    replicas: tuple[str, ...] = ("a", "b")
-    need: int | None = None
-    faults: int = 2
-    rounds: int = 2
-
-
-class _Engine:
-    """A subscriber process: the real session, its weights as two halves, and its ends of queue and data plane."""
-
-    def __init__(self) -> None:
-        self.session = SubscriberSession()
-        self.weights = (0, 0)
-        self.alive = True
-        self.knows_manifest = False
-        self.plane = False
-        self.inbox: tuple[Frame, ...] = ()
-        self.outbox: tuple[Frame, ...] = ()
-
-    def clone(self) -> _Engine:
-        new = object.__new__(_Engine)
-        new.__dict__.update(self.__dict__)
-        new.session = SubscriberSession()
-        for name in SubscriberSession.__slots__:
-            setattr(new.session, name, getattr(self.session, name))
-        return new
-
-    @property
-    def serves(self) -> int | None:
-        """The version it would stamp on a sample; None where it refuses."""
-        whole = self.alive and self.session.stage is Stage.IDLE and not self.session.torn
-        return self.session.serves if whole else None
-
-    def key(self) -> tuple[object, ...]:
-        s = self.session
-        return (
-            s.stage,
-            s.serves,
-            s.torn,
-            s.round,
-            self.weights,
-            self.alive,
-            self.knows_manifest,
-            self.plane,
-            self.inbox,
-            self.outbox,
-        )
-
-
-class World:
-    """One state. `publisher` is None after it died; `transfer` is the pending opaque action."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.engines = {PeerId(f"s{i}"): _Engine() for i in range(len(scenario.replicas))}
-        self.publisher_alive = True
-        self.round: Round | None = None
-        self.transfer: dict[PeerId, str] | None = None
-        self.rounds = 0
-        self.faults = 0
-        for engine in self.engines.values():
-            engine.session.serves = 0
-
-    def clone(self) -> World:
-        """An independent copy."""
-        new = object.__new__(World)
-        new.__dict__.update(self.__dict__)
-        new.engines = {peer: engine.clone() for peer, engine in self.engines.items()}
-        new.transfer = None if self.transfer is None else dict(self.transfer)
-        if self.round is not None:
-            copy = new.round = object.__new__(Round)
-            copy.__dict__.update(self.round.__dict__)
-            copy.peers = {peer: dataclasses.replace(view) for peer, view in self.round.peers.items()}
-            copy._replicas = {}
-            for view in copy.peers.values():
-                copy._replicas.setdefault(view.member.replica, []).append(view)
-        return new
-
-    def key(self) -> tuple[object, ...]:
-        """Equal for two states that behave alike."""
-        views: tuple[object, ...] = ()
-        if self.round is not None:
-            peers = self.round.peers.values()
-            stages = tuple((v.stage, v.serves, v.torn, v.deadline is None, v.error is None) for v in peers)
-            views = (*stages, self.round.begun, self.round.first_error is None)
-        transfer = None if self.transfer is None else tuple(self.transfer.items())
-        engines = tuple(engine.key() for engine in self.engines.values())
-        return self.publisher_alive, self.rounds, self.faults, views, transfer, engines
-
-    # --- performing ------------------------------------------------------------------------------------------------------------
-
-    def perform(self, actions: list[Action]) -> None:
-        """What the publisher's driver does with actions."""
-        assert self.round is not None
-        n, v = self.round.round, self.round.version
-        for action in actions:
-            match action:
-                case SendAnnounce(peer=peer):
-                    offer = Announce(
-                        round=n, version=v, manifest_digest=b"", transport="", offer=b"", capacity=1, alignment=1, limits=_LIMITS
-                    )
-                    self.post(peer, offer)
-                case SendManifest(peer=peer):
-                    self.post(peer, ManifestBody(round=n, version=v, body=b""))
-                case Send(peer=peer, frame=Abort()):
-                    self.post(peer, Abort(round=n, version=v, error=_ERROR))
-                case Send(peer=peer, frame=Fenced(round=old, version=version)):
-                    self.post(peer, Fenced(round=old, version=version, error=_ERROR))
-                case Send(peer=peer, frame=frame):
-                    self.post(peer, frame)
-                case Transfer(peers=peers):
-                    self.transfer = {peer: _MOVING if self.engines[peer].plane else _BROKEN for peer in peers}
-
-    def post(self, peer: PeerId, frame: Frame) -> None:
-        """Queue a frame for an engine that lives."""
-        engine = self.engines[peer]
-        if engine.alive:
-            engine.inbox += (frame,)
-
-    def close_plane(self, peer: PeerId) -> None:
-        """An engine closes its end: the pending transfer sees it."""
-        self.engines[peer].plane = False
-        if self.transfer is not None and self.transfer.get(peer) == _MOVING:
-            self.transfer[peer] = _BROKEN
 
 
 class Step(NamedTuple):
@@ -313,7 +175,7 @@ def _new_round(world: World) -> Step:
             members.append(Member(peer, new.scenario.replicas[i], serves))
     replicas = len({m.replica for m in members})
     need = replicas if new.scenario.need is None else min(new.scenario.need, replicas)
-    new.round = Round(round=new.rounds, version=new.rounds, members=members, need=need, limits=_LIMITS, now=0.0)
+    new.round = Round(round=new.rounds, version=new.rounds, members=members, need=need, limits=LIMITS, now=0.0)
     new.perform(new.round.start())
     return Step(f"publisher announces version {new.rounds}", new)
 
@@ -321,25 +183,25 @@ def _new_round(world: World) -> Step:
 def _transfer_steps(world: World) -> Iterator[Step]:
     assert world.transfer is not None
     for peer, status in world.transfer.items():
-        if status == _MOVING and not world.engines[peer].alive:
+        if status == MOVING and not world.engines[peer].alive:
             new = world.clone()
             assert new.transfer is not None
-            new.transfer[peer] = _BROKEN
+            new.transfer[peer] = BROKEN
             yield Step(f"the data plane of {peer} closes with its process", new)
-        elif status == _MOVING and world.faults < world.scenario.faults:
+        elif status == MOVING and world.faults < world.scenario.faults:
             new = world.clone()
             new.faults += 1
             assert new.transfer is not None
-            new.transfer[peer] = _STALLED
+            new.transfer[peer] = STALLED
             new.engines[peer].plane = False
             yield Step(f"{peer} stalls in the transfer and is dropped", new)
-    if _MOVING not in world.transfer.values():
+    if MOVING not in world.transfer.values():
         new = world.clone()
         assert new.round is not None
         assert new.transfer is not None
         outcome, new.transfer = new.transfer, None
         for peer, status in outcome.items():
-            error = {_ACKED: None, _BROKEN: PeerLost("closed"), _STALLED: TransferTimeout("stalled")}[status]
+            error = {ACKED: None, BROKEN: PeerLost("closed"), STALLED: TransferTimeout("stalled")}[status]
             new.perform(new.round.transferred(peer, error, 0.0))
         yield Step("the transfer ends", new)
     if world.faults < world.scenario.faults:
@@ -433,7 +295,7 @@ def _work(world: World, peer: PeerId, stage: Stage, moving: bool) -> Iterator[St
             new = world.clone()
             new.faults += 1
             new.engines[peer].session.on(Event.REFUSE)
-            new.engines[peer].outbox += (Refused(round=n, version=v, error=_ERROR),)
+            new.engines[peer].outbox += (Refused(round=n, version=v, error=ERROR),)
             yield Step(f"{peer} refuses the manifest", new)
     elif stage is Stage.TRANSFER and moving:
         new = world.clone()
@@ -444,8 +306,8 @@ def _work(world: World, peer: PeerId, stage: Stage, moving: bool) -> Iterator[St
         new = world.clone()
         new.engines[peer].session.on(Event.LOADED)
         new.engines[peer].weights = (v, v)
-        if new.transfer is not None and new.transfer.get(peer) == _MOVING:
-            new.transfer[peer] = _ACKED
+        if new.transfer is not None and new.transfer.get(peer) == MOVING:
+            new.transfer[peer] = ACKED
         yield Step(f"{peer} writes the last bucket", new)
     elif stage is Stage.RELEASE:
         new = world.clone()
@@ -470,7 +332,7 @@ def _leave(world: World, peer: PeerId, event: Event, text: str, *, tell: bool, f
         new.faults += 1
     if tell:
         serves = -1 if session.serves is None else session.serves
-        failed = Failed(round=session.round, version=session.version, error=_ERROR, torn=session.torn, serves=serves)
+        failed = Failed(round=session.round, version=session.version, error=ERROR, torn=session.torn, serves=serves)
         engine.outbox += (failed,)
     new.close_plane(peer)
     return Step(f"{peer}{text if text.startswith(chr(39)) else ' ' + text.strip()} in {stage}", new)

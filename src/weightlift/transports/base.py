@@ -22,7 +22,6 @@ the data plane of every peer. After a failure both ends are rebuilt from nothing
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
@@ -32,30 +31,13 @@ from weightlift.errors import WeightliftError
 from weightlift.protocol.messages import PeerId
 from weightlift.protocol.plan import Plan
 
-__all__ = ["Fill", "Install", "ReceiveJob", "Receiver", "SendJob", "Sender", "Usage", "drop_frames"]
+__all__ = ["Fill", "Install", "ReceiveJob", "Receiver", "SendJob", "Sender", "Usage"]
 
 Fill: TypeAlias = Callable[[int, torch.Tensor], None]
 """fill(bucket index, memory): write the bucket into `memory`, uint8, 1-D, at least as long as the bucket."""
 
 Install: TypeAlias = Callable[[int, torch.Tensor], None]
 """install(bucket index, memory): read the bucket from `memory`; raising ends the round for this peer."""
-
-
-def drop_frames(error: BaseException) -> None:
-    """Clear the local variables of the finished frames of an error and its causes.
-
-    A traceback keeps every local alive, a view of a bucket among them, and an exception and its frames are a cycle that only the
-    garbage collector breaks: without this a mapping would outlive the round in which it failed. The text of the traceback stays.
-    """
-    seen: set[int] = set()
-    stack: list[BaseException | None] = [error]
-    while stack:
-        one = stack.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        stack += [one.__cause__, one.__context__]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

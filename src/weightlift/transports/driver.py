@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
-from weightlift.errors import TransferTimeout, WeightliftError
+from weightlift.errors import TransferTimeout, WeightliftError, drop_frames
 from weightlift.observe.events import RoundStarted, Sink, emit
 from weightlift.observe.report import StopWatch
 from weightlift.protocol.codec import encode_manifest
@@ -19,7 +19,7 @@ from weightlift.protocol.manifest import Manifest
 from weightlift.protocol.messages import Announce, Frame, Limits, ManifestBody, PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
-from weightlift.transports.base import Fill, Sender, SendJob, drop_frames
+from weightlift.transports.base import Fill, Sender, SendJob
 from weightlift.transports.reception import Left, Reception, Said
 
 __all__ = ["Delivery", "Driver"]

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from weightlift.errors import LoaderError, PeerLost, RemoteProtocolError, TransferTimeout, WeightliftError
+from weightlift.errors import LoaderError, PeerLost, RemoteProtocolError, TransferTimeout, WeightliftError, drop_frames
 from weightlift.loaders.base import Loader
 from weightlift.observe.report import StopWatch, SyncReport
 from weightlift.protocol.codec import decode_manifest
@@ -32,7 +32,7 @@ from weightlift.protocol.messages import (
 )
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.session import Event, Stage, SubscriberSession
-from weightlift.transports.base import ReceiveJob, Receiver, drop_frames
+from weightlift.transports.base import ReceiveJob, Receiver
 from weightlift.transports.mailbox import Interrupted, Mailbox
 from weightlift.transports.registry import make_receiver
 
