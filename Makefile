@@ -11,7 +11,7 @@ help:
 	@echo "make demo   train a small model with GRPO on this machine; every step ends in one weight sync"
 	@echo "make test   the whole test suite"
 	@echo "make check  formatting, lint and types"
-	@echo "make bench  the shared-memory benchmark"
+	@echo "make bench  the shared-memory benchmark, into docs/benchmarks/shm.md"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,7 +39,7 @@ docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
 
 bench: $(STAMP)
-	$(BIN)/weightlift bench shm
+	$(BIN)/python scripts/bench_shm.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -376,4 +376,5 @@ def _still(report: SyncReport) -> str:
     serving: dict[str, list[str]] = {}
     for replica, version in report.replicas.items():
         serving.setdefault("nothing until a full sync" if version is None else f"version {version}", []).append(replica)
-    return "; ".join(f"{', '.join(names)} serves {what}" for what, names in serving.items()) + "."
+    parts = [f"{', '.join(names)} {'serves' if len(names) == 1 else 'serve'} {what}" for what, names in serving.items()]
+    return "; ".join(parts) + "."
