@@ -474,3 +474,12 @@ def test_closing_twice_is_fine_and_using_afterwards_is_an_error() -> None:
 def test_wrong_values_are_config_errors(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()
+
+
+def test_a_ring_that_does_not_fit_into_shared_memory_says_how_much_there_is() -> None:
+    with pair(MappingSource(mapping(1)), MappingLoader(mapping(0)), slot_bytes=1 << 50) as ends:
+        outcome = ends.sync(1, timeout_s=1.0)
+        assert type(outcome.error) is weightlift.errors.TransportUnavailable
+        assert "bytes free, the ring needs" in str(outcome.error)
+        assert "ShmConfig" in outcome.error.remedy
+        assert ends.subscribers[0].state is State.SERVING

@@ -6,7 +6,7 @@ from torch import nn
 
 from weightlift.loaders import MappingLoader, ModuleLoader
 from weightlift.sources import MappingSource, ModuleSource
-from weightlift.testing.contracts import SourceContract, odd_tensors, same_bits
+from weightlift.testing.contracts import LoaderContract, SourceContract, odd_tensors, same_bits
 from weightlift.testing.pair import pair
 
 
@@ -43,6 +43,28 @@ class TestMappingSource(SourceContract):
     def source(self) -> tuple[MappingSource, dict[str, torch.Tensor]]:
         tensors = odd_tensors()
         return MappingSource(tensors), tensors
+
+
+class TestModuleSourceWithCast(SourceContract):
+    def source(self) -> tuple[ModuleSource, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        module = Tied()
+        source = ModuleSource(module, dtype="bf16")
+        expected = tensors_of(module)
+        return source, {name: expected[name] for name in source.manifest().by_name}
+
+
+class TestMappingLoader(LoaderContract):
+    def loader(self, tensors: dict[str, torch.Tensor]) -> MappingLoader:
+        return MappingLoader(tensors)
+
+
+class TestModuleLoader(LoaderContract):
+    def loader(self, tensors: dict[str, torch.Tensor]) -> ModuleLoader:
+        module = nn.Module()
+        for name, tensor in tensors.items():
+            module.register_buffer(name, tensor)
+        return ModuleLoader(module)
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -11,18 +11,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
-from weightlift.errors import PeerLost, SourceError, TransferTimeout, WeightliftError, drop_frames
+from weightlift.errors import (
+    DtypeMismatch,
+    LoaderError,
+    MissingParameter,
+    PeerLost,
+    ShapeMismatch,
+    SourceError,
+    TransferTimeout,
+    UnexpectedParameter,
+    WeightliftError,
+    drop_frames,
+)
 from weightlift.loaders.base import Loader
 from weightlift.protocol.manifest import Entry, Manifest
 from weightlift.protocol.messages import PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.sources.base import Source
+from weightlift.sources.module import MappingSource
 from weightlift.sources.packing import Packer
+from weightlift.tensors import torch_dtype
 from weightlift.transports.base import ReceiveJob, Receiver, Sender, SendJob
 
 __all__ = ["LoaderContract", "SourceContract", "TransportContract", "odd_tensors"]
@@ -66,6 +81,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
+def caught(kind: type[Exception], call: Callable[[], object]) -> Exception | None:
+    """What a call raised, if it is of that kind; None if it raised nothing."""
+    try:
+        call()
+    except kind as error:
+        return error
+    return None
+
+
 class TransportContract:
     """What transports/base.py promises. Every wait of these tests is far below the suite's own limit."""
 
@@ -73,7 +97,7 @@ class TransportContract:
 
     def ends(self, capacity: int, slots: int) -> tuple[Sender, Callable[[str], Receiver]]:
         """A sender with buckets of `capacity` bytes, and a maker of receivers."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass brings what is under test")
 
     # --- the machinery of the tests --------------------------------------------------------------------------------------------
 
@@ -267,7 +291,7 @@ class SourceContract:
 
     def source(self) -> tuple[Source, dict[str, torch.Tensor]]:
         """A source and the tensors that it must send, aliases included, by wire name."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass brings what is under test")
 
     def test_manifest_is_stable_and_complete(self) -> None:
         source, expected = self.source()
@@ -288,23 +312,30 @@ class SourceContract:
         assert all(same_bits(expected[name], before[name]) for name in expected)
 
     def test_packs_to_the_same_bits_at_any_capacity(self) -> None:
-        source, _ = self.source()
+        source, expected = self.source()
         for capacity in (16, 100, 1 << 20):
             plan = Plan(source.manifest(), capacity=capacity)
             packer = Packer(source, plan)
             for _ in range(2):
                 packer.begin()
-                for piece, got in _packed(packer, plan, capacity):
-                    entry = plan.manifest.entries[piece.entry]
-                    assert got.numel() == piece.nbytes, entry.name
+                assert _unpacked(packer, plan, capacity) == {
+                    entry.name: bits(expected[entry.name].to(torch_dtype(entry.dtype))).tolist()
+                    for entry in plan.manifest.entries
+                    if not entry.alias_of and entry.elements
+                }
+            packer.close()
 
 
-def _packed(packer: Packer, plan: Plan, capacity: int) -> Iterator[tuple[Any, torch.Tensor]]:
+def _unpacked(packer: Packer, plan: Plan, capacity: int) -> dict[str, list[int]]:
+    """name -> the bytes that were packed for it, in order."""
+    found: dict[str, list[int]] = {}
     for bucket in plan.buckets:
-        memory = torch.zeros(capacity, dtype=torch.uint8)
+        memory = torch.full((capacity,), 170, dtype=torch.uint8)
         packer.fill(bucket.number, memory)
         for piece in bucket.pieces:
-            yield piece, memory[piece.offset : piece.offset + piece.nbytes]
+            name = plan.manifest.entries[piece.entry].name
+            found.setdefault(name, []).extend(memory[piece.offset : piece.offset + piece.nbytes].tolist())
+    return found
 
 
 class LoaderContract:
@@ -312,15 +343,82 @@ class LoaderContract:
 
     def loader(self, tensors: dict[str, torch.Tensor]) -> Loader:
         """A loader whose engine holds exactly these tensors."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass brings the loader under test")
 
-    def _install(self, loader: Loader, source: Source, capacity: int = 256) -> Plan:
+    def _held(self, sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in sent.items()}
+
+    def _plan(self, sent: dict[str, torch.Tensor], capacity: int = 128) -> tuple[Plan, Packer]:
+        source = MappingSource(sent)
         plan = Plan(source.manifest(), capacity=capacity)
         packer = Packer(source, plan)
         packer.begin()
-        loader.prepare(plan)
-        memory = torch.zeros(capacity, dtype=torch.uint8)
+        return plan, packer
+
+    def _install(self, loader: Loader, plan: Plan, packer: Packer, *, skip: int = -1) -> torch.Tensor:
+        memory = torch.zeros(plan.capacity, dtype=torch.uint8)
         for bucket in plan.buckets:
             packer.fill(bucket.number, memory)
-            loader.install(bucket, memory)
-        return plan
+            if bucket.number != skip:
+                loader.install(bucket, memory)
+        return memory
+
+    def test_installs_every_bit_round_after_round(self) -> None:
+        sent = odd_tensors()
+        held = self._held(sent)
+        loader = self.loader(held)
+        plan, packer = self._plan(sent)
+        for version in (1, 2):
+            for tensor in held.values():
+                tensor.zero_()
+            loader.prepare(plan)
+            self._install(loader, plan, packer)
+            loader.finish()
+            loader.commit(version)
+            assert [name for name in sent if not same_bits(sent[name], held[name])] == []
+
+    def test_prepare_changes_nothing_and_refuses_what_does_not_fit(self) -> None:
+        sent = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+        wrong: list[tuple[dict[str, torch.Tensor], type[Exception]]] = [
+            ({"a": torch.ones(3)}, MissingParameter),
+            ({**sent, "c": torch.ones(1)}, UnexpectedParameter),
+            ({**sent, "a": torch.ones(1)}, ShapeMismatch),
+            ({**sent, "a": torch.ones(3, dtype=torch.int32)}, DtypeMismatch),
+        ]
+        for other, error in wrong:
+            held = self._held(sent)
+            loader = self.loader(held)
+            refusal = caught(error, lambda loader=loader, other=other: loader.prepare(self._plan(other)[0]))  # type: ignore[misc]
+            assert type(refusal) is error, f"{sorted(other)} was not refused with {error.__name__}"
+            assert not any(tensor.any() for tensor in held.values())
+            plan, packer = self._plan(sent)
+            loader.prepare(plan)
+            self._install(loader, plan, packer)
+            loader.finish()
+            assert all(same_bits(sent[name], held[name]) for name in sent), "a refusal does not spoil the next round"
+
+    def test_a_bucket_that_did_not_come_is_seen_by_finish(self) -> None:
+        sent = odd_tensors()
+        loader = self.loader(self._held(sent))
+        plan, packer = self._plan(sent)
+        for skip in (0, len(plan) // 2, len(plan) - 1):
+            loader.prepare(plan)
+            self._install(loader, plan, packer, skip=skip)
+            error = caught(LoaderError, loader.finish)
+            assert isinstance(error, LoaderError), f"bucket {skip} of {len(plan)} was not installed, and finish() was content"
+            assert error.bucket == skip
+            loader.abort()
+
+    def test_abort_drops_every_view_of_a_bucket(self) -> None:
+        sent = odd_tensors()
+        loader = self.loader(self._held(sent))
+        plan, packer = self._plan(sent)
+        loader.prepare(plan)
+        array = numpy.zeros(plan.capacity, dtype=numpy.uint8)
+        memory, alive = torch.from_numpy(array), weakref.ref(array)
+        packer.fill(0, memory)
+        loader.install(plan.buckets[0], memory)
+        packer.close()
+        del memory, array
+        loader.abort()
+        assert alive() is None, "the loader still holds a view of a bucket"
