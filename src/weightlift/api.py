@@ -2,7 +2,7 @@
 
 Owns: lifetimes, versions, the report, the choice of transport. Must not know: how bytes move, what frames there are.
 Main path of a sync, in three hops: `Publisher.publish` -> `transports.driver.Driver.run` -> `protocol.round.Round`;
-on the other side `Subscriber.pull` -> `transports.follower.Follower.take_part` -> `protocol.session.SubscriberSession`.
+on the other side `Subscriber.pull` -> `transports.follower.Follower.pull` -> `protocol.session.SubscriberSession`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightlift.protocol.round import Round
 from weightlift.protocol.session import Stage, SubscriberSession
 from weightlift.sources.base import Source
 from weightlift.sources.packing import Packer
-from weightlift.transports import registry
+from weightlift.transports import registry, summary
 from weightlift.transports.base import Sender
 from weightlift.transports.driver import Delivery, Driver
 from weightlift.transports.endpoint import Endpoint, RunDirectory, parse_address
@@ -173,7 +173,7 @@ class Publisher:
     def _conclude(self, outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
         """Move the version if anybody serves the new one; return the report, or raise the first cause with it."""
         committed, fenced = outcome.committed_replicas(), outcome.fenced_replicas()
-        report = _report(outcome, delivery, reason)
+        report = summary.of_round(outcome, delivery, reason)
         for replica, error in fenced.items():
             emit(self._sink, "round", PeerFenced(replica=replica, version=outcome.version, error=str(error)))
         if committed or report.committed:
@@ -187,7 +187,7 @@ class Publisher:
         )
         emit(self._sink, "round", event)
         if failure is not None:
-            failure.fill(still_works=_still(report))
+            failure.fill(still_works=summary.still_of_replicas(report))
             failure.report = report
             raise failure
         self._retry = None
@@ -303,7 +303,7 @@ class Subscriber:
         if not self._open:
             raise LocalProtocolError("this subscriber is closed")
         check_seconds("timeout_s", timeout_s, zero=True)
-        report = self._follower.take_part(self._mailbox.next_offer(timeout_s))
+        report = self._follower.pull(timeout_s)
         return dataclasses.replace(report, replicas={self._identity[1]: report.version})
 
     def _hello(self) -> Hello:
@@ -345,36 +345,3 @@ class Subscriber:
 
 def _hold(endpoint: Endpoint) -> RunDirectory | None:
     return None if endpoint.directory is None else RunDirectory(endpoint.directory)
-
-
-def _report(outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
-    committed = outcome.committed_replicas()
-    views = outcome.peers.values()
-    usage = delivery.sender.usage()
-    manifest = delivery.plan.manifest
-    return SyncReport(
-        version=outcome.version,
-        round=outcome.round,
-        committed=len(committed) >= outcome.need,
-        bytes=manifest.total_bytes,
-        tensors=manifest.tensors,
-        buckets=len(delivery.plan),
-        seconds=delivery.watch.seconds(load=max((v.released.load_s for v in views if v.released), default=0.0)),
-        replicas={v.member.replica: None if v.serves < 0 else v.serves for v in views},
-        fenced={name: str(error) for name, error in outcome.fenced_replicas().items()},
-        host_bytes_peak=usage.host_bytes,
-        host_bytes_retained=usage.host_bytes,
-        device_bytes_peak=usage.device_bytes,
-        device_bytes_retained=usage.device_bytes,
-        transport=delivery.transport,
-        transport_reason=reason,
-    )
-
-
-def _still(report: SyncReport) -> str:
-    """One sentence on what every replica serves after a failed round."""
-    serving: dict[str, list[str]] = {}
-    for replica, version in report.replicas.items():
-        serving.setdefault("nothing until a full sync" if version is None else f"version {version}", []).append(replica)
-    parts = [f"{', '.join(names)} {'serves' if len(names) == 1 else 'serve'} {what}" for what, names in serving.items()]
-    return "; ".join(parts) + "."

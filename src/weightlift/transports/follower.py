@@ -28,10 +28,10 @@ from weightlift.protocol.messages import (
     NeedManifest,
     Ready,
     Refused,
-    Released,
 )
 from weightlift.protocol.plan import Plan
-from weightlift.protocol.session import Event, Stage, SubscriberSession
+from weightlift.protocol.session import Event, Phase, Stage, SubscriberSession
+from weightlift.transports import summary
 from weightlift.transports.base import ReceiveJob, Receiver
 from weightlift.transports.mailbox import Interrupted, Mailbox
 from weightlift.transports.registry import make_receiver
@@ -50,13 +50,29 @@ class Follower:
         self._receivers: dict[str, Receiver] = {}
         self._plan: Plan | None = None
 
-    def take_part(self, offer: Announce) -> SyncReport:
-        """One round, from Announce to Committed; raises the first cause when it ends early for this peer."""
+    def pull(self, timeout_s: float) -> SyncReport:
+        """The next round that the publisher has not given up before this side could answer."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            report = self._take_part(self._mailbox.next_offer(max(0.0, deadline - time.monotonic()), asked_s=timeout_s))
+            if report is not None:
+                return report
+
+    def _take_part(self, offer: Announce) -> SyncReport | None:
+        """One round, from Announce to Committed; raises the first cause when it ends early for this peer.
+
+        None if the round was over before this side answered: the announcement had waited while the engine was busy.
+        """
         watch = StopWatch()
         try:
             self._session.offer(offer.round, offer.version)
             return self._steps(offer, watch)
         except Interrupted as interrupted:
+            if self._came_late(interrupted):
+                self._session.on(interrupted.event)
+                self._clean_up()
+                self._mailbox.pass_over(offer)
+                return None
             self._leave(offer, interrupted.event, interrupted.error)
         except BaseException as error:
             self._leave(offer, Event.FAIL, error)
@@ -78,7 +94,7 @@ class Follower:
             self._guarded("finish", self._loader.finish)
             self._guarded("release", receiver.release)
         session.on(Event.CLEAN)
-        mailbox.send(_released(offer, plan, load_s, watch.seconds().release))
+        mailbox.send(summary.released(offer, plan, load_s, watch.seconds().release))
         with watch.measure("commit"):
             others_s = 2 * limits.transfer_s + limits.release_s  # the other ranks of the replica may still be at work
             mailbox.expect(Commit, offer.round, others_s + limits.commit_s + limits.cause_s)
@@ -86,7 +102,13 @@ class Follower:
             self._guarded("commit", self._loader.commit, offer.version)
             session.on(Event.DONE)
         mailbox.send(Committed(round=offer.round, version=offer.version, commit_s=watch.seconds().commit))
-        return _report(offer, plan, receiver, watch, load_s)
+        return summary.of_subscriber(offer, plan, receiver, watch, load_s)
+
+    def _came_late(self, interrupted: Interrupted) -> bool:
+        """Whether the publisher gave this peer up for not answering: what it answers now belongs to a round that is over."""
+        error = interrupted.error
+        unanswered = isinstance(error, TransferTimeout) and error.phase == Phase.ANNOUNCE and error.peer == self._peer
+        return interrupted.event is Event.ABORT and unanswered and not self._session.touched
 
     def _prepare(self, offer: Announce) -> tuple[Plan, Receiver]:
         """Everything that can be refused, before anything changes."""
@@ -172,7 +194,7 @@ class Follower:
             session.on(event)
         if isinstance(error, WeightliftError):
             error.fill(version=offer.version, round=offer.round, phase=str(phase), peer=self._peer)
-            error.fill(still_works=_still(session))
+            error.fill(still_works=summary.still_of_engine(session))
         try:
             if event is not Event.ABORT and event is not Event.LOST:
                 self._tell(offer, event, describe(error, phase=str(phase), peer=self._peer))
@@ -204,40 +226,3 @@ class Follower:
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
-
-
-def _released(offer: Announce, plan: Plan, load_s: float, release_s: float) -> Released:
-    manifest = plan.manifest
-    return Released(
-        round=offer.round,
-        version=offer.version,
-        tensors=manifest.tensors,
-        bytes=manifest.total_bytes,
-        load_s=load_s,
-        release_s=release_s,
-    )
-
-
-def _still(session: SubscriberSession) -> str:
-    if session.torn:
-        return "This engine was touched: it is TORN and serves nothing until a full sync."
-    return "This engine never held a version." if session.serves is None else f"It still serves version {session.serves}."
-
-
-def _report(offer: Announce, plan: Plan, receiver: Receiver, watch: StopWatch, load_s: float) -> SyncReport:
-    usage = receiver.usage()
-    return SyncReport(
-        version=offer.version,
-        round=offer.round,
-        committed=True,
-        bytes=plan.manifest.total_bytes,
-        tensors=plan.manifest.tensors,
-        buckets=len(plan),
-        seconds=watch.seconds(load=load_s),
-        host_bytes_peak=usage.host_bytes,
-        host_bytes_retained=usage.host_bytes,
-        device_bytes_peak=usage.device_bytes,
-        device_bytes_retained=usage.device_bytes,
-        transport=offer.transport,
-        transport_reason="chosen by the publisher",
-    )

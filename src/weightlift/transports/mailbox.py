@@ -66,8 +66,11 @@ class Mailbox:
         self._channel.reset()
         self._channel.send(self._hello())
 
-    def next_offer(self, timeout_s: float) -> Announce:
-        """The newest announcement that the publisher has not given up; TransferTimeout if none came."""
+    def next_offer(self, timeout_s: float, *, asked_s: float) -> Announce:
+        """The newest announcement that the publisher has not given up; TransferTimeout if none came.
+
+        timeout_s: what is left of the `asked_s` that the caller gave.
+        """
         deadline = time.monotonic() + timeout_s
         offer: Announce | None = None
         while True:
@@ -80,11 +83,15 @@ class Mailbox:
             if offer is None and left_s <= 0 and not arrived:
                 state = "a publisher is connected" if self.welcome is not None else "no publisher answered"
                 raise TransferTimeout(
-                    f"no round was announced within {timeout_s} s; {state}",
+                    f"no round was announced within {asked_s} s; {state}",
                     phase=str(Phase.ANNOUNCE),
                     peer="publisher",
                     remedy="is the trainer publishing at this address?",
                 )
+
+    def pass_over(self, offer: Announce) -> None:
+        """Note that an announcement was not followed, because it was over or replaced already."""
+        emit(self._sink, "round", Superseded(round=offer.round, version=offer.version))
 
     def _newest(self, offer: Announce | None) -> Announce | None:
         """Work off the inbox between rounds."""
@@ -92,10 +99,10 @@ class Mailbox:
             match self._inbox.popleft():
                 case Announce() as newer:
                     if offer is not None:
-                        emit(self._sink, "round", Superseded(round=offer.round, version=offer.version))
+                        self.pass_over(offer)
                     offer = newer
                 case Abort(round=number) if offer is not None and number == offer.round:
-                    emit(self._sink, "round", Superseded(round=number, version=offer.version))
+                    self.pass_over(offer)
                     offer = None
                 case Fenced(error=info):
                     emit(self._sink, "round", FrameRefused(peer="publisher", reason=info.message))
