@@ -44,7 +44,7 @@ class Worker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         command = [sys.executable, "-m", "weightlift.testing.child", str(file), function, json.dumps(arguments)]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=self._log, stdin=subprocess.PIPE, start_new_session=True
         )
         self.pid = self._process.pid
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -68,6 +68,12 @@ class Worker:
             self._messages.put(None)
             raise AssertionError(f"{self.name} ended with {self.wait()}\n{self.log()}")
         return message
+
+    def tell(self, line: str = "go") -> None:
+        """A line on the worker's standard input."""
+        assert self._process.stdin is not None, "stdin is a pipe"
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
 
     def dump(self) -> str:
         """The stacks of all threads of the worker, and its log."""
@@ -103,8 +109,10 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(30.0)
         self._reader.join(10.0)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         self._log.close()
 
     def __enter__(self) -> Self:

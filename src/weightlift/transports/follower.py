@@ -30,7 +30,7 @@ from weightlift.protocol.messages import (
     Refused,
 )
 from weightlift.protocol.plan import Plan
-from weightlift.protocol.session import Event, Phase, Stage, SubscriberSession
+from weightlift.protocol.session import Event, Stage, SubscriberSession
 from weightlift.transports import summary
 from weightlift.transports.base import ReceiveJob, Receiver
 from weightlift.transports.mailbox import Interrupted, Mailbox
@@ -54,7 +54,12 @@ class Follower:
         """The next round that the publisher has not given up before this side could answer."""
         deadline = time.monotonic() + timeout_s
         while True:
-            report = self._take_part(self._mailbox.next_offer(max(0.0, deadline - time.monotonic()), asked_s=timeout_s))
+            try:
+                offer = self._mailbox.next_offer(max(0.0, deadline - time.monotonic()), asked_s=timeout_s)
+            except WeightliftError as error:
+                error.fill(still_works=summary.still_of_engine(self._session))
+                raise
+            report = self._take_part(offer)
             if report is not None:
                 return report
 
@@ -68,7 +73,8 @@ class Follower:
             self._session.offer(offer.round, offer.version)
             return self._steps(offer, watch)
         except Interrupted as interrupted:
-            if self._came_late(interrupted):
+            late = interrupted.event is Event.ABORT and self._mailbox.came_late(interrupted.error)
+            if late and not self._session.touched:
                 self._session.on(interrupted.event)
                 self._clean_up()
                 self._mailbox.pass_over(offer)
@@ -103,12 +109,6 @@ class Follower:
             session.on(Event.DONE)
         mailbox.send(Committed(round=offer.round, version=offer.version, commit_s=watch.seconds().commit))
         return summary.of_subscriber(offer, plan, receiver, watch, load_s)
-
-    def _came_late(self, interrupted: Interrupted) -> bool:
-        """Whether the publisher gave this peer up for not answering: what it answers now belongs to a round that is over."""
-        error = interrupted.error
-        unanswered = isinstance(error, TransferTimeout) and error.phase == Phase.ANNOUNCE and error.peer == self._peer
-        return interrupted.event is Event.ABORT and unanswered and not self._session.touched
 
     def _prepare(self, offer: Announce) -> tuple[Plan, Receiver]:
         """Everything that can be refused, before anything changes."""

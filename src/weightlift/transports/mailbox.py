@@ -89,6 +89,11 @@ class Mailbox:
                     remedy="is the trainer publishing at this address?",
                 )
 
+    def came_late(self, error: WeightliftError) -> bool:
+        """Whether the publisher gave this peer up for not answering: the announcement had waited while the engine was busy."""
+        unanswered = isinstance(error, TransferTimeout) and error.phase == Phase.ANNOUNCE
+        return unanswered and error.peer == self._hello().peer
+
     def pass_over(self, offer: Announce) -> None:
         """Note that an announcement was not followed, because it was over or replaced already."""
         emit(self._sink, "round", Superseded(round=offer.round, version=offer.version))
@@ -101,7 +106,10 @@ class Mailbox:
                     if offer is not None:
                         self.pass_over(offer)
                     offer = newer
-                case Abort(round=number) if offer is not None and number == offer.round:
+                case Abort() as abort if offer is not None and abort.round == offer.round:
+                    error = revive(abort.error, version=abort.version, round=abort.round, peer="publisher")
+                    if not self.came_late(error) and not any(isinstance(frame, Announce) for frame in self._inbox):
+                        raise error
                     self.pass_over(offer)
                     offer = None
                 case Fenced(error=info):
