@@ -167,6 +167,8 @@ def check_healthy(stage: Stage, outcome: Outcome, point: Point) -> None:
         assert (engine.version, engine.state) == (version, State.SERVING)
         if point.touched:
             assert outcome.pulled[engine.name].version == 2
+        elif "no round was announced" in str(outcome.failed[engine.name]):
+            assert type(outcome.failed[engine.name]) is TransferTimeout, "the round was over before this engine looked"
         else:
             assert type(outcome.failed[engine.name]) is type(outcome.error)
             assert outcome.failed[engine.name].peer == "victim"  # type: ignore[attr-defined]
@@ -179,7 +181,7 @@ def check_healthy(stage: Stage, outcome: Outcome, point: Point) -> None:
 def test_cell(point: Point, act: str, healthy: int) -> None:
     stage = Stage(healthy, point, act)
     try:
-        outcome = stage.ends.sync(2, timeout_s=15.0)
+        outcome = stage.ends.sync(2, timeout_s=5.0)
         check_error(outcome, point, act)
         check_healthy(stage, outcome, point)
         assert outcome.error is not None

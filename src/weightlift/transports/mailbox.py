@@ -106,10 +106,8 @@ class Mailbox:
                     if offer is not None:
                         self.pass_over(offer)
                     offer = newer
-                case Abort() as abort if offer is not None and abort.round == offer.round:
-                    error = revive(abort.error, version=abort.version, round=abort.round, peer="publisher")
-                    if not self.came_late(error) and not any(isinstance(frame, Announce) for frame in self._inbox):
-                        raise error
+                case Abort(round=number) if offer is not None and number == offer.round:
+                    # It ended before this side answered, for whatever reason: the next one may already be on its way.
                     self.pass_over(offer)
                     offer = None
                 case Fenced(error=info):
