@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, env
-from weightlift.errors import ConfigError, LocalProtocolError, PeerLost, TornWeights
+from weightlift.errors import ConfigError, LocalProtocolError, PeerLost, SourceError, TornWeights, WeightliftError
 from weightlift.loaders.base import Loader
 from weightlift.observe.events import PeerFenced, RoundEnded, Sink, emit
 from weightlift.observe.report import StopWatch, SyncReport
@@ -149,11 +149,7 @@ class Publisher:
         if sender is None:
             sender = self._senders[transport] = registry.make_sender(transport, self._endpoint, self._shm)
         with watch.measure("gather"):
-            manifest = self._source.manifest()
-            packer = self._packer
-            if packer is None or packer.plan.manifest is not manifest or packer.plan.capacity != sender.capacity:
-                packer = self._packer = Packer(self._source, Plan(manifest, capacity=sender.capacity))
-            packer.begin()
+            packer = self._begin(version, sender.capacity)
 
         def fill(bucket: int, memory: object) -> None:
             with watch.measure("pack"):
@@ -169,6 +165,21 @@ class Publisher:
             limits=self._limits,
             watch=watch,
         )
+
+    def _begin(self, version: int, capacity: int) -> Packer:
+        """A packer that is ready for the round. What the source raises is a SourceError, before anybody is told of a round."""
+        try:
+            manifest, packer = self._source.manifest(), self._packer
+            if packer is None or packer.plan.manifest is not manifest or packer.plan.capacity != capacity:
+                packer = self._packer = Packer(self._source, Plan(manifest, capacity=capacity))
+            packer.begin()
+        except WeightliftError as error:
+            error.fill(version=version, phase="ANNOUNCE")
+            raise
+        except Exception as error:
+            message = f"the source raised {type(error).__name__}: {error}"
+            raise SourceError(message, version=version, phase="ANNOUNCE") from error
+        return packer
 
     def _conclude(self, outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
         """Move the version if anybody serves the new one; return the report, or raise the first cause with it."""

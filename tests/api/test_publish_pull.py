@@ -483,3 +483,37 @@ def test_a_ring_that_does_not_fit_into_shared_memory_says_how_much_there_is() ->
         assert "bytes free, the ring needs" in str(outcome.error)
         assert "ShmConfig" in outcome.error.remedy
         assert ends.subscribers[0].state is State.SERVING
+
+
+def test_a_source_that_cannot_name_its_tensors_is_a_source_error_before_anybody_is_told() -> None:
+    source = FaultySource(MappingSource(mapping(1)), [fail_at("manifest", raising(KeyError("gone")), round=2)])
+    with pair(source, MappingLoader(mapping(0))) as ends:
+        ends.sync(1).raise_any()
+        with pytest.raises(SourceError, match="KeyError: 'gone'") as caught:
+            ends.publisher.publish(2)
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert (caught.value.phase, caught.value.version) == ("ANNOUNCE", 2)
+        assert ends.subscribers[0].ensure_serving() == 1
+        ends.sync(2).raise_any()
+
+
+def test_ctrl_c_in_the_middle_of_a_transfer_is_told_to_the_engines() -> None:
+    source = FaultySource(MappingSource(mapping(1)), [fail_at("tensor", raising(KeyboardInterrupt()), bucket=3, round=2)])
+    with pair(source, MappingLoader(mapping(0)), slot_bytes=1024) as ends:
+        ends.sync(1).raise_any()
+        outcome = ends.sync(2)
+        assert type(outcome.error) is KeyboardInterrupt
+        assert "interrupted by KeyboardInterrupt" in str(outcome.failed["engine"])
+        assert ends.subscribers[0].state is State.TORN
+        ends.sync(3).raise_any()
+
+
+def test_ctrl_c_in_the_middle_of_a_load_is_told_to_the_publisher() -> None:
+    loader = FaultyLoader(MappingLoader(mapping(0)), [fail_at("install", raising(KeyboardInterrupt()), bucket=3, round=2)])
+    with pair(MappingSource(mapping(1)), loader, slot_bytes=1024) as ends:
+        ends.sync(1).raise_any()
+        outcome = ends.sync(2)
+        assert type(outcome.failed["engine"]) is KeyboardInterrupt
+        assert "KeyboardInterrupt" in str(outcome.error)
+        assert ends.subscribers[0].state is State.TORN
+        ends.sync(3).raise_any()

@@ -81,8 +81,6 @@ def publisher(address: str, at: str, tensor: int | None, act: str) -> None:
                 error = cause = ""
             except WeightliftError as caught:
                 error, cause = type(caught).__name__, repr(caught.__cause__)
-            except KeyError as caught:
-                error, cause = "KeyError", str(caught)
             say(error=error, cause=cause, version=trainer.version)
 
 
@@ -175,7 +173,7 @@ def test_cell(point: Point, act: str, count: int) -> None:
                 assert told["version"] == 1
         elif act == "raise":
             told = worker.hear()
-            assert told["error"] == ("KeyError" if point.at == "manifest" else "SourceError")
+            assert told["error"] == "SourceError"
             assert "no such tensor" in told["cause"]
             assert told["version"] == 1
         worker.close()

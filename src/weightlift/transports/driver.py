@@ -78,6 +78,7 @@ class Driver:
                 self._step(current, delivery)
         except BaseException as error:
             # Interrupted from outside (Ctrl-C): whoever is inside the round is told before this process goes on.
+            drop_frames(error)
             self._perform(current, current.source_failed(_as_ours(error), time.monotonic()), delivery)
             raise
         finally:
