@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from weightlift.testing.processes import Leftovers
 
@@ -17,6 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WEIGHTLIFT_RUN_DIR"] = tempfile.mkdtemp(prefix="wl-tests-")
 atexit.register(shutil.rmtree, os.environ["WEIGHTLIFT_RUN_DIR"], ignore_errors=True)
 torch.set_num_threads(1)
+# Where a change is judged, the same inputs on every run; anywhere else, new ones each time.
+settings.register_profile("judged", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    settings.load_profile("judged")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Many rounds with random faults on the same objects: descriptors, threads, memory and shared memory end as they began.
 
-WEIGHTLIFT_SOAK_ROUNDS sets the number of rounds (default 400, bounded to four minutes).
+WEIGHTLIFT_SOAK_ROUNDS sets the number of rounds (default 2000, bounded to four minutes).
 """
 
 import gc
@@ -21,7 +21,7 @@ from weightlift.testing.pair import pair
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(400), pytest.mark.slow]
 
-ROUNDS = int(os.environ.get("WEIGHTLIFT_SOAK_ROUNDS", "400"))
+ROUNDS = int(os.environ.get("WEIGHTLIFT_SOAK_ROUNDS", "2000"))
 DEADLINES = Deadlines(announce_s=5.0, prepare_s=5.0, transfer_s=5.0, release_s=5.0, commit_s=5.0, cause_s=2.0)
 BUCKETS = 6
 

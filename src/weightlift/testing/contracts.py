@@ -72,7 +72,8 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of the logical tensor: equal exactly when shape-independent content is bit-equal."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    # A clone, not contiguous(): that keeps the stride of a dimension of size 1, and such a tensor cannot be seen as bytes.
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
