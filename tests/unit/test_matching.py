@@ -37,6 +37,19 @@ def test_refusals_name_the_tensor(entries: list[Entry], own: Destinations, error
         match(Manifest(entries), own, "never")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(2, 3, device="meta"), "has no storage"),
+        (torch.zeros(1, 3).expand(2, 3), "is an expanded view"),
+        (torch.zeros(()).expand(2, 3), "is an expanded view"),
+    ],
+)
+def test_a_tensor_that_cannot_be_written_is_refused_before_any_byte(tensor: torch.Tensor, text: str) -> None:
+    with pytest.raises(ManifestError, match=f"the engine's w {text}"):
+        match(Manifest([Entry("w", "float32", (2, 3))]), held(w=tensor), "never")
+
+
 def test_near_matches_are_listed() -> None:
     own = Destinations({"model.layers.0.q.weight": W})
     with pytest.raises(UnexpectedParameter, match=r"layers.0.q.weight \(near: model.layers.0.q.weight\)"):

@@ -120,6 +120,11 @@ def _check_missing(manifest: Manifest, own: Destinations, written: set[str], sha
 
 
 def _check_tensor(entry: Entry, tensor: torch.Tensor, cast: CastPolicy) -> None:
+    if tensor.device.type == "meta":
+        # A copy into it would "succeed" and install nothing.
+        raise ManifestError(f"the engine's {entry.name} has no storage (device meta)", tensor=entry.name)
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ManifestError(f"the engine's {entry.name} is an expanded view: its elements share memory", tensor=entry.name)
     if tuple(tensor.shape) != entry.shape:
         raise ShapeMismatch(
             f"{entry.name} is sent with shape {list(entry.shape)}, the engine holds {list(tensor.shape)}",
