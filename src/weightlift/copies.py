@@ -37,6 +37,8 @@ class CopyList:
         self._into: list[torch.Tensor] = []
         self._out_of: list[torch.Tensor] = []
         for into, out_of in self._keep:
+            for tensor in (into, out_of):
+                _check_storage(tensor)
             if _plain(into, out_of):
                 self._move(into.data_ptr(), out_of.data_ptr(), into.numel() * into.element_size())
             else:
@@ -59,6 +61,15 @@ class CopyList:
             _memmove(into, out_of, nbytes)
         if self._into:
             torch._foreach_copy_(self._into, self._out_of)
+
+
+def _check_storage(tensor: torch.Tensor) -> None:
+    """A tensor whose storage was freed (sharded trainers resize it to 0) still has a shape; an address into it must not be used."""
+    if tensor.numel() and tensor.device.type == "cpu":
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < needed:
+            raise RuntimeError(f"a tensor of shape {list(tensor.shape)} has no storage: it was freed")
 
 
 def _plain(into: torch.Tensor, out_of: torch.Tensor) -> bool:
