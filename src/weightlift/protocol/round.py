@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from weightlift.errors import PeerLost, RemoteProtocolError, TransferTimeout, WeightliftError
+from weightlift.errors import PeerLost, RemoteProtocolError, SourceError, TransferTimeout, WeightliftError
 from weightlift.protocol.failure import describe, revive
 from weightlift.protocol.messages import (
     Abort,
@@ -123,6 +123,7 @@ class Round:
         self.need = need
         self.limits = limits
         self.begun = False
+        self._nothing_sent = False
         self.first_error: WeightliftError | None = None
         self.peers: dict[PeerId, PeerView] = {
             m.peer: PeerView(m, PeerStage.ANNOUNCED, now + limits.announce_s, m.serves, m.torn) for m in members
@@ -223,7 +224,11 @@ class Round:
         return self._give_up(view, error, PeerEvent.EXPIRED, now)
 
     def source_failed(self, error: WeightliftError, now: float) -> list[Action]:
-        """The publisher itself failed during the transfer: every peer that is not out is given up."""
+        """The publisher itself failed during the transfer: every peer that is not out is given up.
+
+        A source that failed in the first bucket has sent nothing: then every peer still holds what it held.
+        """
+        self._nothing_sent = isinstance(error, SourceError) and error.bucket == 0
         return self._abort_all(error, now)
 
     def tick(self, now: float) -> list[Action]:
@@ -306,9 +311,11 @@ class Round:
             PeerStage.COMMIT: self.limits.commit_s,
         }.get(view.stage)
         view.deadline = None if seconds is None else now + seconds
+        if event is PeerEvent.LOST:
+            view.serves = -1  # its process is gone: whatever it held, it serves nothing
         if view.stage is PeerStage.FENCED and view.error is not None and before not in _BEFORE_BYTES:
-            told = event is PeerEvent.FAILED
-            if not told:
+            known = event is PeerEvent.FAILED or self._nothing_sent
+            if not known:
                 view.serves, view.torn = -1, True
 
     def _overdue(self, view: PeerView) -> WeightliftError:

@@ -17,6 +17,7 @@ import contextlib
 import math
 import os
 import socket as sockets
+import struct
 import time
 from typing import Final, NamedTuple, TypeAlias
 
@@ -27,12 +28,13 @@ from weightlift.errors import ConfigError, RemoteProtocolError, TransportUnavail
 from weightlift.protocol import codec
 from weightlift.protocol.messages import Frame, FromPublisher, FromSubscriber, Ping
 from weightlift.transports.endpoint import Endpoint, discard
-from weightlift.transports.liveness import open_pidfd
+from weightlift.transports.liveness import lives, open_pidfd
 
 __all__ = ["ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
 
 _HEARTBEAT_S: Final = 2.0
 _HEARTBEAT_TIMEOUT_S: Final = 8.0
+_HANDSHAKE_S: Final = 5.0
 _LINGER_MS: Final = 300
 """How long a closing socket may try to deliver its last frames (a Goodbye, an Abort)."""
 
@@ -229,6 +231,8 @@ class ClientChannel(_Channel):
         super()._open()
         socket = self._socket
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_PUBLISHER)
+        # A socket that a dead publisher's child holds open takes connections and never answers.
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         socket.connect(self.endpoint.zmq)
@@ -266,13 +270,15 @@ class ClientChannel(_Channel):
 
 
 def _answers(path: os.PathLike[str]) -> bool:
-    """Whether somebody listens on a unix socket."""
+    """Whether the process that listens on a unix socket lives. A child that it forked may hold the socket open after its end."""
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         try:
             probe.connect(os.fspath(path))
         except OSError:
             return False
-    return True
+        # Of whoever called listen(); 0 for a process that has no number in this pid namespace.
+        pid, _, _ = struct.unpack("3i", probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))
+    return pid == 0 or lives(pid)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -52,10 +52,13 @@ class Doorbell(Generic[_T]):
 
     @classmethod
     def connect(cls, path: str, decoder: msgspec.msgpack.Decoder[_T], *, peer: str) -> Doorbell[_T]:
-        """Connect to a listener on this host; TransportUnavailable if it is not there."""
+        """Connect to a listener on this host; PeerLost if its process is gone, TransportUnavailable otherwise."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(path)
+        except ConnectionRefusedError as error:
+            connection.close()
+            raise PeerLost(f"{peer} is gone: nobody listens at its data plane {path}", peer=peer) from error
         except OSError as error:
             connection.close()
             raise TransportUnavailable(f"cannot reach the data plane of {peer} at {path}: {error}") from error
@@ -85,7 +88,10 @@ class Doorbell(Generic[_T]):
 
     def receive(self, timeout_s: float, *, waiting_for: str) -> _T:
         """The next frame; PeerLost when the other end is closed, TransferTimeout after `timeout_s`."""
-        return self.receive_with_descriptor(timeout_s, waiting_for=waiting_for)[0]
+        frame, descriptor = self.receive_with_descriptor(timeout_s, waiting_for=waiting_for)
+        if descriptor is not None:
+            os.close(descriptor)  # nobody asked for an open file here
+        return frame
 
     def receive_with_descriptor(self, timeout_s: float, *, waiting_for: str) -> tuple[_T, int | None]:
         """Like `receive`, with the open file that came along."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import select
 import socket
 
-__all__ = ["host_identity", "open_pidfd"]
+__all__ = ["host_identity", "lives", "open_pidfd"]
 
 
 @functools.cache
@@ -38,3 +39,19 @@ def open_pidfd(pid: int, host: str) -> int | None:
         raise
     except OSError:
         return None
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this host has not ended; a zombie has. True where that cannot be known."""
+    try:
+        pidfd = open_pidfd(pid, host_identity())
+    except ProcessLookupError:
+        return False
+    if pidfd is None:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        os.close(pidfd)

@@ -128,7 +128,7 @@ class Mailbox:
             while self._inbox:
                 frame = self._inbox.popleft()
                 if isinstance(frame, Goodbye):
-                    raise Interrupted(Event.LOST, PeerLost(f"the publisher left: {frame.reason}"))
+                    raise Interrupted(Event.LOST, PeerLost(f"the publisher left: {frame.reason}", peer="publisher"))
                 if frame.round != round:
                     continue
                 if isinstance(frame, Abort | Fenced):
@@ -139,7 +139,7 @@ class Mailbox:
                 raise RemoteProtocolError(f"{type(frame).__name__} came, expected {wanted.__name__}")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                error = TransferTimeout(f"the publisher did not send {wanted.__name__} within {timeout_s} s")
+                error = TransferTimeout(f"the publisher did not send {wanted.__name__} within {timeout_s} s", peer="publisher")
                 raise Interrupted(Event.EXPIRED, error)
             self._collect(left_s, in_round=True)
 
@@ -150,7 +150,7 @@ class Mailbox:
             match arrival:
                 case Gone(reason=reason):
                     if in_round and not self._inbox:
-                        raise Interrupted(Event.LOST, PeerLost(f"the publisher is gone: {reason}"))
+                        raise Interrupted(Event.LOST, PeerLost(f"the publisher is gone: {reason}", peer="publisher"))
                     self._inbox.append(Goodbye(round=0, version=-1, reason=reason))
                 case Garbage(error=error):
                     emit(self._sink, "channel", FrameRefused(peer="publisher", reason=str(error)))

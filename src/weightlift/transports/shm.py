@@ -24,11 +24,12 @@ from typing import Final
 import msgspec
 
 from weightlift.config import ShmConfig
-from weightlift.errors import PeerLost, RemoteProtocolError, TransferTimeout, TransportError, WeightliftError
+from weightlift.errors import RemoteProtocolError, TransferTimeout, TransportError, WeightliftError
 from weightlift.protocol.messages import PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.transports.base import ReceiveJob, SendJob, Usage
 from weightlift.transports.doorbell import Doorbell, Listener, wait_readable
+from weightlift.transports.endpoint import discard
 from weightlift.transports.segment import Segment
 
 __all__ = ["ShmReceiver", "ShmSender"]
@@ -96,6 +97,9 @@ class ShmSender:
 
     def offer(self, plan: Plan, peers: Sequence[PeerId]) -> bytes:
         if self._listener is None:
+            # One publisher per address: any other data plane here belongs to one that was killed.
+            for stale in self._directory.glob("data-*"):
+                discard(stale)
             self._listener = Listener(self._directory / f"data-{secrets.token_hex(4)}", _from_reader)
         if self._segment is None:
             self._segment = Segment.create(slots=self._config.slots, slot_bytes=self._config.slot_bytes)
@@ -170,7 +174,10 @@ class ShmSender:
                     reader.bell.send(frame)
                     reader.owed.append(bucket)
                 except TransportError as error:
-                    _drop(job, readers, failed, reader, error)
+                    self._hear(job, readers, failed, reader)  # what it acknowledged before it went is not to be blamed
+                    if reader.peer in readers:
+                        reader.owed.append(bucket)
+                        _drop(job, readers, failed, reader, error)
         self._await(job, readers, failed, len(job.plan) - 1)
 
     def _await(self, job: SendJob, readers: dict[PeerId, _Reader], failed: dict[PeerId, WeightliftError], bucket: int) -> None:
@@ -273,13 +280,13 @@ class ShmReceiver:
         for bucket in range(total):
             try:
                 frame = self._bell.receive(job.stall_s, waiting_for=f"bucket {bucket}/{total}")
-            except (PeerLost, TransferTimeout) as error:
+                if frame != _BucketReady(job.round, job.version, bucket):
+                    raise RemoteProtocolError(f"the publisher sent {frame}, expected bucket {bucket} of round {job.round}")
+                job.install(bucket, self._segment.memory(bucket % slots))
+                self._bell.send(_BucketDone(job.round, job.version, bucket))
+            except TransportError as error:
                 error.fill(bucket=bucket, buckets=total, tensor=job.plan.names(bucket))
                 raise
-            if frame != _BucketReady(job.round, job.version, bucket):
-                raise RemoteProtocolError(f"the publisher sent {frame}, expected bucket {bucket} of round {job.round}")
-            job.install(bucket, self._segment.memory(bucket % slots))
-            self._bell.send(_BucketDone(job.round, job.version, bucket))
 
     def _map(self, job: ReceiveJob) -> Segment:
         """Take the open segment from the first frame, and map it."""
