@@ -332,11 +332,15 @@ def check_engine(told: Answer, point: Point, fault: str, old: int, new: int) -> 
     kind = {"raise": "SourceError", "kill": "PeerLost", "stop": "TransferTimeout"}[fault]
     # After Released an engine waits for Commit: that is the phase which it can name.
     phase = "COMMIT" if point.phase == "RELEASE" else point.phase
+    if point.bucket == 0 and fault != "raise" and told["error"] and told["error"]["phase"] == "PREPARE":
+        # Begin can still be on its way when the publisher is struck in the middle of its first bucket: the engine then never
+        # saw the transfer begin, and says so.
+        phase = "PREPARE"
     version: int | None = new
     if point.phase == "ANNOUNCE":
         kind, version = "TransferTimeout", None  # no round ever reached it
     check(told["error"], kind, cause="KeyError" if fault == "raise" else "", phase=phase, version=version, peer="publisher")
-    if point.phase == "TRANSFER":
+    if phase == "TRANSFER":
         assert point.bucket is not None
         error = told["error"]
         # Killed: the bucket that did not come, or the one before it, if its acknowledgement could not be sent any more.
@@ -386,9 +390,11 @@ def check_publisher(told: Answer, scene: Scene, point: Point, fault: str, old: i
     else:
         # Which comes first after it wakes: its own deadline, or what the engines said in the meantime, from their next stage.
         late = {"PREPARE": ("ANNOUNCE", "PREPARE"), "RELEASE": ("RELEASE", "COMMIT")}.get(point.phase, (point.phase,))
+        if point.bucket == 0:
+            late = ("PREPARE", "TRANSFER")  # An engine that never saw Begin gave up in PREPARE, and said so first.
         check(told["error"], "TransferTimeout", version=new)
         assert told["error"]["phase"] in late, told["error"]["text"]
-        if point.phase == "TRANSFER":
+        if told["error"]["phase"] == "TRANSFER":
             check(told["error"], "TransferTimeout", **place(point))
     if point.phase == "COMMIT":
         assert set(told["replicas"].values()) <= {None, new}
