@@ -12,7 +12,9 @@ import enum
 import os
 import secrets
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
+
+import torch
 
 from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, env
 from weightlift.errors import ConfigError, LocalProtocolError, PeerLost, SourceError, TornWeights, WeightliftError
@@ -33,6 +35,9 @@ from weightlift.transports.follower import Follower
 from weightlift.transports.liveness import host_identity
 from weightlift.transports.mailbox import Mailbox
 from weightlift.transports.reception import Reception
+from weightlift.verify.audit import Auditor
+from weightlift.verify.digests import Scope
+from weightlift.verify.finite import check_finite, check_finite_tensor
 
 __all__ = ["Publisher", "State", "Subscriber"]
 
@@ -54,6 +59,10 @@ class Publisher:
         transport: "auto", or the name of a registered transport.
         deadlines: how long each phase may take; they rule both sides.
         min_replicas: how many replicas must commit for `publish` to return; None: all that are live when it is called.
+        verify: how much of what the engines hold after the transfer is compared with the source before anybody commits. "sample": one
+            run of 1,024 elements of every tensor, another one each version; "full": every byte; "off": nothing. A difference is a
+            DigestMismatch.
+        check_finite: whether a NaN or an infinity in the source is a NonFiniteTensor instead of a version.
         token: shared secret of the run, for `tcp://` addresses.
         shm: the ring of the shared-memory transport.
         sink: receives typed events (weightlift.observe).
@@ -69,12 +78,17 @@ class Publisher:
         transport: str = "auto",
         deadlines: Deadlines | None = None,
         min_replicas: int | None = None,
+        verify: Scope = "sample",
+        check_finite: bool = False,
         token: str = "",
         shm: ShmConfig | None = None,
         sink: Sink | None = None,
     ) -> None:
         if min_replicas is not None:
             check_int("min_replicas", min_replicas, at_least=0)
+        if verify not in get_args(Scope):
+            raise ConfigError(f"verify must be off, sample or full, got {verify!r}")
+        self._verify, self._check_finite = verify, bool(check_finite)
         self._source = source
         self._endpoint = parse_address(address)
         self._transport = env("TRANSPORT", "auto") if transport == "auto" else transport
@@ -94,6 +108,7 @@ class Publisher:
         self._driver = Driver(self._reception, sink=sink)
         self._senders: dict[str, Sender] = {}
         self._packer: Packer | None = None
+        self._auditor: Auditor | None = None
         self._version: int | None = None
         self._retry: int | None = None
         self._open = True
@@ -164,6 +179,7 @@ class Publisher:
             transport=transport,
             limits=self._limits,
             watch=watch,
+            audit=self._auditor,
         )
 
     def _begin(self, version: int, capacity: int) -> Packer:
@@ -172,7 +188,12 @@ class Publisher:
             manifest, packer = self._source.manifest(), self._packer
             if packer is None or packer.plan.manifest is not manifest or packer.plan.capacity != capacity:
                 packer = self._packer = Packer(self._source, Plan(manifest, capacity=capacity))
-            packer.begin()
+                self._auditor = None if self._verify == "off" else Auditor(packer.plan, self._verify, packer.recall)
+            packer.begin(self._look)
+            if self._auditor is not None:
+                self._auditor.begin(version, packer.tensors)
+            if self._check_finite and packer.tensors is not None:
+                check_finite(packer.plan.manifest, packer.tensors)
         except WeightliftError as error:
             error.fill(version=version, phase="ANNOUNCE")
             raise
@@ -180,6 +201,14 @@ class Publisher:
             message = f"the source raised {type(error).__name__}: {error}"
             raise SourceError(message, version=version, phase="ANNOUNCE") from error
         return packer
+
+    def _look(self, entry: int, tensor: torch.Tensor) -> None:
+        """A streaming source yields a tensor: it is looked at before a byte of it is packed."""
+        assert self._packer is not None, "it is the packer that asks"
+        if self._check_finite:
+            check_finite_tensor(self._packer.plan.manifest.entries[entry].name, tensor)
+        if self._auditor is not None:
+            self._auditor.look(entry, tensor)
 
     def _conclude(self, outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
         """Move the version if anybody serves the new one; return the report, or raise the first cause with it."""
@@ -223,8 +252,9 @@ class Publisher:
             return
         self._open = False
         self._reception.close("the publisher was closed")
-        if self._packer is not None:
-            self._packer.close()
+        for reader in (self._packer, self._auditor):
+            if reader is not None:
+                reader.close()
         for sender in self._senders.values():
             sender.close()
         if self._directory is not None:

@@ -17,6 +17,7 @@
     |   +-- TransferTimeout         a deadline passed; says who was missing
     |   +-- PeerLost                a process is gone, or closed its end
     +-- SourceError                 the trainer's source raised while tensors were read from it
+    |   +-- NonFiniteTensor         check_finite found a NaN or an infinity in it
     +-- LoaderError                 the engine's loader raised while tensors were installed, released or committed
     +-- HandoffError
     |   +-- BarrierTimeout
@@ -45,6 +46,7 @@ __all__ = [
     "LocalProtocolError",
     "ManifestError",
     "MissingParameter",
+    "NonFiniteTensor",
     "OutOfDeviceMemory",
     "PeerLost",
     "ProtocolError",
@@ -236,6 +238,12 @@ class PeerLost(TransportError):
 
 class SourceError(WeightliftError):
     """The trainer's source raised. The original exception is chained."""
+
+
+class NonFiniteTensor(SourceError):
+    """A tensor that was to be published holds a NaN or an infinity; the message names the first one."""
+
+    default_remedy = "the optimiser step went wrong: restore the last good checkpoint, or publish with check_finite=False."
 
 
 class LoaderError(WeightliftError):

@@ -4,13 +4,22 @@ import itertools
 
 import pytest
 
-from weightlift.errors import LoaderError, PeerLost, RemoteProtocolError, ShapeMismatch, SourceError, TransferTimeout
+from weightlift.errors import (
+    DigestMismatch,
+    LoaderError,
+    PeerLost,
+    RemoteProtocolError,
+    ShapeMismatch,
+    SourceError,
+    TransferTimeout,
+)
 from weightlift.protocol.failure import describe
 from weightlift.protocol.messages import (
     Abort,
     Begin,
     Commit,
     Committed,
+    Evidence,
     Failed,
     Fenced,
     Frame,
@@ -24,6 +33,7 @@ from weightlift.protocol.messages import (
 )
 from weightlift.protocol.round import Action, Member, Round, Send, SendAnnounce, SendManifest, Transfer
 from weightlift.protocol.session import PEER_LAW, PeerEvent, PeerStage
+from weightlift.testing.world import ModelAudit
 
 LIMITS = Limits(announce_s=10, prepare_s=20, transfer_s=30, release_s=40, commit_s=50, cause_s=2)
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -32,7 +42,7 @@ A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 def make(*replicas: str, need: int | None = None) -> Round:
     members = [Member(peer, replica, serves=4) for peer, replica in zip((A, B, C), replicas, strict=False)]
     count = len(set(replicas)) if need is None else need
-    return Round(round=3, version=5, members=members, need=count, limits=LIMITS, now=100.0)
+    return Round(round=3, version=5, members=members, need=count, limits=LIMITS, now=100.0, audit=ModelAudit())
 
 
 def frames() -> dict[PeerEvent, Frame]:
@@ -41,7 +51,8 @@ def frames() -> dict[PeerEvent, Frame]:
         PeerEvent.NEED: NeedManifest(round=3, version=5),
         PeerEvent.READY: Ready(round=3, version=5),
         PeerEvent.REFUSED: Refused(round=3, version=5, error=error),
-        PeerEvent.RELEASED: Released(round=3, version=5, tensors=1, bytes=1, load_s=0.1, release_s=0.1),
+        PeerEvent.RELEASED: Released(round=3, version=5, digests=b"", tensors=1, total_bytes=1, load_s=0.1, release_s=0.1),
+        PeerEvent.EVIDENCE: Evidence(round=3, version=5, start=0, data=b""),
         PeerEvent.COMMITTED: Committed(round=3, version=5, commit_s=0.1),
         PeerEvent.FAILED: Failed(round=3, version=5, error=error, torn=True, serves=-1),
         PeerEvent.LOST: Goodbye(round=0, version=-1, reason="tired"),
@@ -258,3 +269,54 @@ def test_begin_and_commit_name_the_round() -> None:
     assert begin == Send(A, Begin(round=3, version=5))
     current.transferred(A, None, 102.0)
     assert current.receive(A, RELEASED, 103.0) == [Send(A, Commit(round=3, version=5))]
+
+
+OTHER = Released(round=3, version=5, digests=b"other", tensors=1, total_bytes=1, load_s=0.1, release_s=0.1)
+
+
+def disputed() -> Round:
+    """Two replicas; `a` reported a digest that is not the trainer's."""
+    current = make("a", "b")
+    to_transfer(current)
+    current.transferred(A, None, 104.0)
+    current.transferred(B, None, 104.0)
+    assert kinds(current.receive(A, OTHER, 105.0)) == ["Dispute a"]
+    assert current.peers[A].stage is PeerStage.DISPUTE
+    assert kinds(current.receive(B, RELEASED, 105.0)) == ["Commit b"], "the other replica goes on"
+    return current
+
+
+def test_another_digest_is_disputed_and_never_committed() -> None:
+    current = disputed()
+    actions = current.receive(A, Evidence(round=3, version=5, start=0, data=b"x"), 106.0)
+    assert kinds(actions) == ["Abort a"]
+    current.receive(B, COMMITTED, 106.0)
+    assert (current.done, current.committed_replicas()) == (True, ["b"])
+    assert isinstance(current.fenced_replicas()["a"], DigestMismatch)
+    assert (current.peers[A].serves, current.peers[A].torn) == (-1, True)
+
+
+@pytest.mark.parametrize("end", ["expires", "fails", "is lost"])
+def test_a_disputed_peer_that_gives_no_evidence_is_a_digest_mismatch_all_the_same(end: str) -> None:
+    current = disputed()
+    if end == "expires":
+        current.tick(105.0 + LIMITS.release_s)
+    elif end == "fails":
+        current.receive(A, frames()[PeerEvent.FAILED], 106.0)
+    else:
+        current.lost(A, PeerLost("gone"), 106.0)
+    assert isinstance(current.peers[A].error, DigestMismatch)
+    assert current.peers[A].stage is PeerStage.FENCED
+
+
+class _Confused(ModelAudit):
+    def expect(self, peer: PeerId, frame: Ready) -> None:
+        raise RemoteProtocolError("Ready speaks of entry 9")
+
+
+def test_a_peer_whose_frame_the_audit_refuses_is_put_out_alone() -> None:
+    current = make("a", "b", need=1)
+    current.audit = _Confused()
+    assert kinds(current.receive(A, READY, 101.0)) == ["Abort a"]
+    assert isinstance(current.peers[A].error, RemoteProtocolError)
+    assert current.peers[B].stage is PeerStage.ANNOUNCED

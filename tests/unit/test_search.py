@@ -66,3 +66,15 @@ def test_a_wait_without_a_deadline_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(search_module, "SUBSCRIBER_LAW", table)
     with pytest.raises(Violation, match="P2: s0 waits in VERIFIED without a deadline"):
         search(Scenario(faults=0, rounds=1))
+
+
+def test_a_publisher_that_commits_another_digest_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with(monkeypatch, "PEER_LAW", PeerStage.RELEASE, PeerEvent.DIFFERS, PeerStage.VERIFIED)
+    with pytest.raises(Violation, match=r"P\d"):
+        search(Scenario(faults=1, rounds=1))
+
+
+def test_an_audit_that_sees_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlift.testing.world.ModelAudit.examine", lambda *_: None)
+    with pytest.raises(Violation, match=r"P1: s\d says version 1 and holds \(1, -1\)"):
+        search(Scenario(faults=1, rounds=1))

@@ -20,7 +20,7 @@ from weightlift.protocol.session import (
 
 CELLS = list(itertools.product(Stage, Event))
 TOUCHED = {Stage.LOADING, Stage.RELEASE, Stage.VERIFIED, Stage.COMMIT}
-FROM_THE_WIRE = {Event.OFFER, Event.MANIFEST, Event.BEGIN, Event.COMMIT, Event.ABORT}
+FROM_THE_WIRE = {Event.OFFER, Event.MANIFEST, Event.BEGIN, Event.DISPUTE, Event.COMMIT, Event.ABORT}
 
 
 def session_in(stage: Stage) -> SubscriberSession:

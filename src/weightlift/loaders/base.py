@@ -4,6 +4,7 @@ Owns: the protocol. Must not know: transports, rounds. The subscriber's driver c
 
     prepare(plan)              may raise a ManifestError: nothing has changed, the old version stays in force
     install(bucket, memory)    once per bucket, in order; the first call is the point of no return
+    live()                     shows where the bytes went, where the publisher verifies
     finish()                   proves that every destination byte was written, and post-processes
     commit(version)            resets caches that hold older versions; EngineBusy if the engine refuses
     abort()                    a round ended early: drop every view of a bucket
@@ -13,6 +14,7 @@ Owns: the protocol. Must not know: transports, rounds. The subscriber's driver c
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +32,13 @@ class Loader(Protocol):
 
     def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
         """Copy a bucket out of `memory` (uint8, 1-D)."""
+
+    def live(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Every sent name with bytes -> the live tensors that it fills, in the sent shape, any dtype and strides; after `prepare`.
+
+        The same object as long as nothing moved. They are read between `finish` and `commit`, and their values must be those that were
+        sent, up to a declared cast.
+        """
 
     def finish(self) -> None:
         """Prove coverage; raise LoaderError where a destination was not written exactly once."""

@@ -7,7 +7,7 @@ Storage is filled in place and never replaced: captured graphs, views and closur
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -62,6 +62,10 @@ class _InPlaceLoader:
             view = bucket_view(memory, entry, piece)
             for target in self._targets[entry.name]:
                 yield tensor_view(target.detach(), piece), view
+
+    def live(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """See Loader."""
+        return self._targets
 
     def finish(self) -> None:
         """See Loader. The plan covers every byte of every sent tensor once (tested), so whole buckets are counted."""

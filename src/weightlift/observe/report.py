@@ -19,8 +19,8 @@ class PhaseSeconds:
     """Wall seconds of one round.
 
     announce and prepare: until every peer answered. transfer: from the first bucket to the last acknowledgement; gather and pack are
-    the publisher's part of it (overlapping the readers' load). load: the slowest peer's copying. release, commit: until every peer
-    confirmed. total: the whole call.
+    the publisher's part of it (overlapping the readers' load). load: the slowest peer's copying. verify: this side's digests, while the
+    other side computes its own. release, commit: until every peer confirmed. total: the whole call.
     """
 
     announce: float = 0.0
@@ -29,6 +29,7 @@ class PhaseSeconds:
     pack: float = 0.0
     transfer: float = 0.0
     load: float = 0.0
+    verify: float = 0.0
     release: float = 0.0
     commit: float = 0.0
     total: float = 0.0
@@ -43,6 +44,7 @@ class SyncReport:
     replicas: replica -> version that it serves; None for nothing (fenced, torn, or not synced yet).
     fenced: replica -> the first cause why it does not serve this version.
     host_bytes_peak, host_bytes_retained: memory of the transport on the host, during and after; device_* likewise.
+    verify: how much of the installed bytes was compared with the trainer's before anybody committed: off, sample or full.
     transport, transport_reason: what carried the bytes, and why it was chosen.
     """
 
@@ -59,6 +61,7 @@ class SyncReport:
     host_bytes_retained: int = 0
     device_bytes_peak: int = 0
     device_bytes_retained: int = 0
+    verify: str = "off"
     transport: str = ""
     transport_reason: str = ""
 

@@ -5,13 +5,13 @@ Owns: the structs. Must not know: how they travel (transports/channel.py), what 
 
 Who sends what:
 
-    subscriber -> publisher   Hello, NeedManifest, Ready, Refused, Released, Committed, Failed, Goodbye
-    publisher  -> subscriber  Welcome, Rejected, Announce, ManifestBody, Begin, Commit, Abort, Fenced, Ping, Goodbye
+    subscriber -> publisher   Hello, NeedManifest, Ready, Refused, Released, Evidence, Committed, Failed, Goodbye
+    publisher  -> subscriber  Welcome, Rejected, Announce, ManifestBody, Begin, Dispute, Commit, Abort, Fenced, Ping, Goodbye
 """
 
 from __future__ import annotations
 
-from typing import NewType, TypeAlias
+from typing import Literal, NewType, TypeAlias
 
 import msgspec
 
@@ -22,7 +22,9 @@ __all__ = [
     "Begin",
     "Commit",
     "Committed",
+    "Dispute",
     "ErrorInfo",
+    "Evidence",
     "Failed",
     "Fenced",
     "Frame",
@@ -130,6 +132,8 @@ class Announce(Frame, frozen=True):
     capacity: int
     alignment: int
     limits: Limits
+    verify: Literal["off", "sample", "full"] = "off"
+    digest: Literal["xxh3", "lanes"] = "xxh3"
 
 
 class NeedManifest(Frame, frozen=True):
@@ -143,7 +147,12 @@ class ManifestBody(Frame, frozen=True):
 
 
 class Ready(Frame, frozen=True):
-    """The manifest fits the peer's own parameters, the data plane is attached. No byte has moved."""
+    """The manifest fits the peer's own parameters, the data plane is attached. No byte has moved.
+
+    `held`: (entry, dtypes) of the live tensors that it fills, where that is not one tensor of the sent dtype.
+    """
+
+    held: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 class Refused(Frame, frozen=True):
@@ -157,12 +166,32 @@ class Begin(Frame, frozen=True):
 
 
 class Released(Frame, frozen=True):
-    """Everything is installed and covered, every view of a bucket is dropped, the mapping is given back where it was promised."""
+    """Everything is installed and covered, every view of a bucket is dropped, the mapping is given back where it was promised.
 
+    `digests`: 8 bytes for each live tensor, in manifest order; empty where nothing is verified.
+    """
+
+    digests: bytes
     tensors: int
-    bytes: int
+    total_bytes: int
     load_s: float
     release_s: float
+
+
+class Dispute(Frame, frozen=True):
+    """One of the digests differs: where? `blocks`: 8 bytes for every `block` elements of the trainer's tensor, cast as held."""
+
+    entry: int
+    copy: int
+    block: int
+    blocks: bytes
+
+
+class Evidence(Frame, frozen=True):
+    """The first block that differs: its first element, and the peer's bytes; start -1 if none does any more."""
+
+    start: int
+    data: bytes
 
 
 class Commit(Frame, frozen=True):
@@ -205,5 +234,5 @@ class Goodbye(Frame, frozen=True):
     reason: str
 
 
-FromSubscriber: TypeAlias = Hello | NeedManifest | Ready | Refused | Released | Committed | Failed | Goodbye
-FromPublisher: TypeAlias = Welcome | Rejected | Announce | ManifestBody | Begin | Commit | Abort | Fenced | Ping | Goodbye
+FromSubscriber: TypeAlias = Hello | NeedManifest | Ready | Refused | Released | Evidence | Committed | Failed | Goodbye
+FromPublisher: TypeAlias = Welcome | Rejected | Announce | ManifestBody | Begin | Dispute | Commit | Abort | Fenced | Ping | Goodbye

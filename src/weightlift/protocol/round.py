@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from weightlift.errors import PeerLost, RemoteProtocolError, SourceError, TransferTimeout, WeightliftError
+from weightlift.errors import DigestMismatch, PeerLost, RemoteProtocolError, SourceError, TransferTimeout, WeightliftError
 from weightlift.protocol.failure import describe, revive
 from weightlift.protocol.messages import (
     Abort,
     Begin,
     Commit,
     Committed,
+    Dispute,
     ErrorInfo,
+    Evidence,
     Failed,
     Fenced,
     Frame,
@@ -36,7 +38,7 @@ from weightlift.protocol.messages import (
 )
 from weightlift.protocol.session import PEER_LAW, PHASE_OF_PEER_STAGE, PeerEvent, PeerStage, Phase
 
-__all__ = ["Action", "Member", "PeerView", "Round", "Send", "SendAnnounce", "SendManifest", "Transfer", "members_of"]
+__all__ = ["Action", "Audit", "Member", "PeerView", "Round", "Send", "SendAnnounce", "SendManifest", "Transfer", "members_of"]
 
 
 class Member(NamedTuple):
@@ -75,11 +77,26 @@ class Transfer(NamedTuple):
 
 Action: TypeAlias = SendAnnounce | SendManifest | Send | Transfer
 
+
+class Audit(Protocol):
+    """Compares what peers hold with what the trainer holds. It reads tensors, so it comes from outside (verify/audit.py)."""
+
+    def expect(self, peer: PeerId, frame: Ready) -> None:
+        """Note how the peer holds what it will get; RemoteProtocolError if that cannot be."""
+
+    def examine(self, peer: PeerId, frame: Released) -> tuple[Dispute, DigestMismatch] | None:
+        """The question to ask, and the error so far, if a digest differs."""
+
+    def conclude(self, peer: PeerId, frame: Evidence) -> DigestMismatch:
+        """The error with its place and both values."""
+
+
 _EVENT_OF: Final[dict[type, PeerEvent]] = {
     NeedManifest: PeerEvent.NEED,
     Ready: PeerEvent.READY,
     Refused: PeerEvent.REFUSED,
     Released: PeerEvent.RELEASED,
+    Evidence: PeerEvent.EVIDENCE,
     Committed: PeerEvent.COMMITTED,
     Failed: PeerEvent.FAILED,
     Goodbye: PeerEvent.LOST,
@@ -115,13 +132,25 @@ class Round:
         members: the live peers; every replica complete.
         need: how many replicas must be ready for the first byte to move.
         limits: deadlines. now: the caller's clock, in seconds.
+        audit: compares digests before anybody commits; None where nothing is verified.
     """
 
-    def __init__(self, *, round: int, version: int, members: Sequence[Member], need: int, limits: Limits, now: float) -> None:
+    def __init__(
+        self,
+        *,
+        round: int,
+        version: int,
+        members: Sequence[Member],
+        need: int,
+        limits: Limits,
+        now: float,
+        audit: Audit | None = None,
+    ) -> None:
         self.round = round
         self.version = version
         self.need = need
         self.limits = limits
+        self.audit = audit
         self.begun = False
         self._nothing_sent = False
         self.first_error: WeightliftError | None = None
@@ -188,9 +217,12 @@ class Round:
                 return self._give_up(view, self._revive(info, peer), event, now, tell=False)
             case Failed(error=info, torn=torn, serves=serves):
                 view.torn, view.serves = torn, serves
-                return self._give_up(view, self._revive(info, peer), event, now, tell=False)
+                disputed = view.error if view.stage is PeerStage.DISPUTE else None
+                return self._give_up(view, disputed or self._revive(info, peer), event, now, tell=False)
             case Goodbye(reason=reason):
                 return self.lost(peer, PeerLost(f"peer {peer} left: {reason}"), now)
+            case Ready() | Released() | Evidence() if self.audit is not None:
+                return self._audited(self.audit, view, frame, event, now)
             case Released():
                 view.released = frame
             case Committed():
@@ -200,12 +232,37 @@ class Round:
         self._enter(view, event, now)
         return self._advance(now)
 
+    def _audited(
+        self, audit: Audit, view: PeerView, frame: Ready | Released | Evidence, event: PeerEvent, now: float
+    ) -> list[Action]:
+        """The frames of a peer that speak of what it holds."""
+        peer = view.member.peer
+        try:
+            match frame:
+                case Ready():
+                    audit.expect(peer, frame)
+                case Evidence():
+                    return self._give_up(view, audit.conclude(peer, frame), event, now)
+                case Released():
+                    view.released = frame
+                    found = audit.examine(peer, frame)
+                    if found is not None:
+                        question, view.error = found
+                        self._enter(view, PeerEvent.DIFFERS, now)
+                        return [Send(peer, question)]
+        except RemoteProtocolError as error:
+            return self._give_up(view, error, PeerEvent.GIVE_UP, now)
+        self._enter(view, event, now)
+        return self._advance(now)
+
     def lost(self, peer: PeerId, error: WeightliftError, now: float) -> list[Action]:
         """The peer's process is gone."""
         view = self.peers.get(peer)
         if view is None or view.out:
             return []
-        if view.stage is PeerStage.CAUSE and view.error is not None:
+        if view.stage is PeerStage.DISPUTE and view.error is not None:
+            error = view.error
+        elif view.stage is PeerStage.CAUSE and view.error is not None:
             error.fill(bucket=view.error.bucket, buckets=view.error.buckets, tensor=view.error.tensor)
         return self._give_up(view, error, PeerEvent.LOST, now, tell=False)
 
@@ -308,6 +365,7 @@ class Round:
             PeerStage.PREPARING: self.limits.prepare_s,
             PeerStage.CAUSE: self.limits.cause_s,
             PeerStage.RELEASE: self.limits.release_s,
+            PeerStage.DISPUTE: self.limits.release_s,
             PeerStage.COMMIT: self.limits.commit_s,
         }.get(view.stage)
         view.deadline = None if seconds is None else now + seconds
@@ -320,7 +378,7 @@ class Round:
 
     def _overdue(self, view: PeerView) -> WeightliftError:
         """Why a peer is given up when its deadline passes."""
-        if view.stage is PeerStage.CAUSE and view.error is not None:
+        if view.stage in (PeerStage.CAUSE, PeerStage.DISPUTE) and view.error is not None:
             return view.error
         peer, limits = view.member.peer, self.limits
         missing, name, seconds = {

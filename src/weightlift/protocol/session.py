@@ -62,6 +62,7 @@ class Event(enum.Enum):
     OFFER = "Announce"
     MANIFEST = "ManifestBody"
     BEGIN = "Begin"
+    DISPUTE = "Dispute"
     COMMIT = "Commit"
     ABORT = "Abort, Fenced or Goodbye"
     ACCEPT = "own parameters match"
@@ -99,7 +100,11 @@ SUBSCRIBER_LAW: Final[Mapping[Stage, Mapping[Event, tuple[Stage, Effect]]]] = {
     Stage.TRANSFER: {Event.WRITE: (Stage.LOADING, Effect.KEEP), **_KEEP},
     Stage.LOADING: {Event.LOADED: (Stage.RELEASE, Effect.KEEP), **_TEAR},
     Stage.RELEASE: {Event.CLEAN: (Stage.VERIFIED, Effect.KEEP), **_TEAR},
-    Stage.VERIFIED: {Event.COMMIT: (Stage.COMMIT, Effect.KEEP), **_TEAR},
+    Stage.VERIFIED: {
+        Event.DISPUTE: (Stage.VERIFIED, Effect.KEEP),
+        Event.COMMIT: (Stage.COMMIT, Effect.KEEP),
+        **_TEAR,
+    },
     Stage.COMMIT: {Event.DONE: (Stage.IDLE, Effect.ADVANCE), **_TEAR},
 }
 
@@ -114,7 +119,7 @@ PHASE_OF_STAGE: Final[Mapping[Stage, Phase]] = {
     Stage.COMMIT: Phase.COMMIT,
 }
 
-_REMOTE = frozenset({Event.OFFER, Event.MANIFEST, Event.BEGIN, Event.COMMIT, Event.ABORT})
+_REMOTE = frozenset({Event.OFFER, Event.MANIFEST, Event.BEGIN, Event.DISPUTE, Event.COMMIT, Event.ABORT})
 
 
 class SubscriberSession:
@@ -180,6 +185,7 @@ class PeerStage(enum.Enum):
     TRANSFER = "buckets under way"
     CAUSE = "closed its data plane; its reason is awaited"
     RELEASE = "acknowledged all buckets; releases and proves coverage"
+    DISPUTE = "holds other bytes than the trainer; was asked which"
     VERIFIED = "complete; waits for the other ranks of its replica"
     COMMIT = "told to commit"
     DONE = "serves the new version"
@@ -194,10 +200,12 @@ class PeerEvent(enum.Enum):
     READY = "Ready"
     REFUSED = "Refused"
     RELEASED = "Released"
+    EVIDENCE = "Evidence"
     COMMITTED = "Committed"
     FAILED = "Failed"
     BEGIN = "all needed peers are ready"
     SENT = "its transfer ended well"
+    DIFFERS = "Released, with another digest"
     BROKEN = "its data plane closed or stalled"
     COMMIT = "all ranks of its replica are verified"
     GIVE_UP = "its replica or the round failed"
@@ -215,7 +223,8 @@ PEER_LAW: Final[Mapping[PeerStage, Mapping[PeerEvent, PeerStage]]] = {
     _P.READY: {_E.BEGIN: _P.TRANSFER, **_SPARE},
     _P.TRANSFER: {_E.SENT: _P.RELEASE, _E.BROKEN: _P.CAUSE, **_FENCE},
     _P.CAUSE: _FENCE,
-    _P.RELEASE: {_E.RELEASED: _P.VERIFIED, **_FENCE},
+    _P.RELEASE: {_E.RELEASED: _P.VERIFIED, _E.DIFFERS: _P.DISPUTE, **_FENCE},
+    _P.DISPUTE: {_E.EVIDENCE: _P.FENCED, **_FENCE},
     _P.VERIFIED: {_E.COMMIT: _P.COMMIT, **_FENCE},
     _P.COMMIT: {_E.COMMITTED: _P.DONE, **_FENCE},
     _P.DONE: {},
@@ -230,6 +239,7 @@ PHASE_OF_PEER_STAGE: Final[Mapping[PeerStage, Phase]] = {
     _P.TRANSFER: Phase.TRANSFER,
     _P.CAUSE: Phase.TRANSFER,
     _P.RELEASE: Phase.RELEASE,
+    _P.DISPUTE: Phase.RELEASE,
     _P.VERIFIED: Phase.RELEASE,
     _P.COMMIT: Phase.COMMIT,
     _P.DONE: Phase.COMMIT,

@@ -7,7 +7,9 @@ streaming source is walked once a round; at most one of its tensors is alive at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 
@@ -17,7 +19,10 @@ from weightlift.protocol.plan import Bucket, Plan
 from weightlift.sources.base import Source, StableSource
 from weightlift.tensors import bucket_view, tensor_view
 
-__all__ = ["Packer"]
+__all__ = ["Look", "Packer"]
+
+Look: TypeAlias = Callable[[int, torch.Tensor], None]
+"""look(entry, tensor): called with every tensor of a streaming source when it comes, before a byte of it is packed."""
 
 
 class Packer:
@@ -34,10 +39,16 @@ class Packer:
         self._owner = _owners(plan)
         self._stream: Iterator[torch.Tensor] | None = None
         self._current: tuple[int, torch.Tensor] | None = None
+        self._look: Look | None = None
 
-    def begin(self) -> None:
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...] | None:
+        """The tensors of a stable source, the same object as long as they are; None of a streaming one."""
+        return self._tensors if self._stream is None else None
+
+    def begin(self, look: Look | None = None) -> None:
         """Start a round: look whether the source's tensors are still where the cached copies expect them."""
-        self._stream, self._current = None, None
+        self._stream, self._current, self._look = None, None, look
         if not isinstance(self._source, StableSource):
             self._stream = self._source.stream()
             return
@@ -107,13 +118,21 @@ class Packer:
                 raise
             except Exception as error:
                 raise SourceError(f"the source raised {type(error).__name__}: {error}", tensor=name) from error
+            if self._look is not None and position + 1 == wanted:
+                self._look(entry, self._current[1])
         return self._current[1]
+
+    def recall(self, position: int) -> torch.Tensor:
+        """The tensor at a position of the stream once more, after the round; a streaming source is asked from its start."""
+        if isinstance(self._source, StableSource):
+            return self._tensors[position]
+        return next(itertools.islice(self._source.stream(), position, None)).detach()
 
     def close(self) -> None:
         """Drop every view of a bucket and of the source's tensors, also where a traceback keeps this packer alive. Idempotent."""
         self._cached.clear()
         self._tensors = ()
-        self._stream, self._current = None, None
+        self._stream, self._current, self._look = None, None, None
 
 
 def _owners(plan: Plan) -> dict[int, int]:

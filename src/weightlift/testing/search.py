@@ -31,6 +31,8 @@ from weightlift.protocol.messages import (
     Begin,
     Commit,
     Committed,
+    Dispute,
+    Evidence,
     Failed,
     Fenced,
     ManifestBody,
@@ -42,7 +44,7 @@ from weightlift.protocol.messages import (
 )
 from weightlift.protocol.round import Member, Round
 from weightlift.protocol.session import SUBSCRIBER_LAW, Event, PeerStage, Stage
-from weightlift.testing.world import ACKED, BROKEN, ERROR, LIMITS, MOVING, STALLED, Scenario, World
+from weightlift.testing.world import ACKED, BROKEN, CORRUPT, ERROR, LIMITS, MOVING, STALLED, ModelAudit, Scenario, World
 
 __all__ = ["Scenario", "Search", "Violation", "World", "search"]
 
@@ -175,7 +177,7 @@ def _new_round(world: World) -> Step:
             members.append(Member(peer, new.scenario.replicas[i], serves))
     replicas = len({m.replica for m in members})
     need = replicas if new.scenario.need is None else min(new.scenario.need, replicas)
-    new.round = Round(round=new.rounds, version=new.rounds, members=members, need=need, limits=LIMITS, now=0.0)
+    new.round = Round(round=new.rounds, version=new.rounds, members=members, need=need, limits=LIMITS, now=0.0, audit=ModelAudit())
     new.perform(new.round.start())
     return Step(f"publisher announces version {new.rounds}", new)
 
@@ -274,6 +276,9 @@ def _read(world: World, peer: PeerId) -> Step:
             engine.knows_manifest = True
         case Begin():
             session.on(Event.BEGIN)
+        case Dispute():
+            session.on(Event.DISPUTE)
+            engine.outbox += (Evidence(round=frame.round, version=frame.version, start=0, data=b""),)
         case Commit():
             session.on(Event.COMMIT)
         case _:
@@ -310,15 +315,27 @@ def _work(world: World, peer: PeerId, stage: Stage, moving: bool) -> Iterator[St
             new.transfer[peer] = ACKED
         yield Step(f"{peer} writes the last bucket", new)
     elif stage is Stage.RELEASE:
-        new = world.clone()
-        new.engines[peer].session.on(Event.CLEAN)
-        new.engines[peer].outbox += (Released(round=n, version=v, tensors=0, bytes=0, load_s=0.0, release_s=0.0),)
-        yield Step(f"{peer} releases", new)
+        yield _release(world, peer, n, v, b"")
+        if world.faults < world.scenario.faults:
+            new = world.clone()
+            new.faults += 1
+            new.engines[peer].weights = (v, CORRUPT)
+            yield _release(new, peer, n, v, b"other")
     elif stage is Stage.COMMIT:
         new = world.clone()
         new.engines[peer].session.on(Event.DONE)
         new.engines[peer].outbox += (Committed(round=n, version=v, commit_s=0.0),)
         yield Step(f"{peer} commits", new)
+
+
+def _release(world: World, peer: PeerId, n: int, v: int, digests: bytes) -> Step:
+    """Everything is installed; the digests tell whether it is what was sent."""
+    new = world.clone()
+    new.engines[peer].session.on(Event.CLEAN)
+    new.engines[peer].outbox += (
+        Released(round=n, version=v, digests=digests, tensors=0, total_bytes=0, load_s=0.0, release_s=0.0),
+    )
+    return Step(f"{peer} releases" + (" and holds other bytes" if digests else ""), new)
 
 
 def _leave(world: World, peer: PeerId, event: Event, text: str, *, tell: bool, fault: bool = False) -> Step:

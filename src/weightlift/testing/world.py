@@ -9,16 +9,48 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from weightlift.protocol.messages import Abort, Announce, ErrorInfo, Fenced, Frame, Limits, ManifestBody, PeerId
+from weightlift.errors import DigestMismatch
+from weightlift.protocol.messages import (
+    Abort,
+    Announce,
+    Dispute,
+    ErrorInfo,
+    Evidence,
+    Fenced,
+    Frame,
+    Limits,
+    ManifestBody,
+    PeerId,
+    Ready,
+    Released,
+)
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
 from weightlift.protocol.session import Stage, SubscriberSession
 
-__all__ = ["ACKED", "BROKEN", "ERROR", "LIMITS", "MOVING", "STALLED", "Engine", "Scenario", "World"]
+__all__ = ["ACKED", "BROKEN", "CORRUPT", "ERROR", "LIMITS", "MOVING", "STALLED", "Engine", "ModelAudit", "Scenario", "World"]
 
 ERROR: Final = ErrorInfo(error="WeightliftError", message="")
 LIMITS: Final = Limits(announce_s=1, prepare_s=1, transfer_s=1, release_s=1, commit_s=1, cause_s=1)
 MOVING, ACKED, BROKEN, STALLED = "moving", "acked", "broken", "stalled"
 """What the pending transfer knows of one peer."""
+CORRUPT: Final = -1
+"""Half of an engine's weights that is no version at all."""
+
+
+class ModelAudit:
+    """An audit to which any digest but the empty one is a difference."""
+
+    def expect(self, peer: PeerId, frame: Ready) -> None:
+        """Nothing to note."""
+
+    def examine(self, peer: PeerId, frame: Released) -> tuple[Dispute, DigestMismatch] | None:
+        """A question, if there is a digest."""
+        question = Dispute(round=frame.round, version=frame.version, entry=0, copy=0, block=1, blocks=b"")
+        return (question, DigestMismatch("")) if frame.digests else None
+
+    def conclude(self, peer: PeerId, frame: Evidence) -> DigestMismatch:
+        """The verdict."""
+        return DigestMismatch("")
 
 
 @dataclasses.dataclass(frozen=True)

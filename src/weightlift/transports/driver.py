@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
-from weightlift.errors import TransferTimeout, WeightliftError, drop_frames
+from weightlift.errors import SourceError, TransferTimeout, WeightliftError, drop_frames
 from weightlift.observe.events import RoundStarted, Sink, emit
 from weightlift.observe.report import StopWatch
 from weightlift.protocol.codec import encode_manifest
@@ -21,6 +21,7 @@ from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
 from weightlift.transports.base import Fill, Sender, SendJob
 from weightlift.transports.reception import Left, Reception, Said
+from weightlift.verify.audit import Auditor
 
 __all__ = ["Delivery", "Driver"]
 
@@ -37,6 +38,7 @@ class Delivery:
     transport: str
     limits: Limits
     watch: StopWatch
+    audit: Auditor | None
 
 
 class Driver:
@@ -70,6 +72,7 @@ class Driver:
             need=replicas if delivery.need is None else delivery.need,
             limits=delivery.limits,
             now=time.monotonic(),
+            audit=delivery.audit,
         )
         emit(self._sink, "round", RoundStarted(round=current.round, version=current.version, peers=len(members)))
         try:
@@ -103,7 +106,7 @@ class Driver:
 
     def _perform(self, current: Round, actions: Iterable[Action], delivery: Delivery) -> None:
         """Perform actions, and those that follow from them, in order."""
-        queue = collections.deque(actions)
+        queue, moved = collections.deque(actions), False
         while queue:
             match queue.popleft():
                 case SendAnnounce(peer=peer):
@@ -114,6 +117,9 @@ class Driver:
                     queue.extend(self._send(current, peer, frame))
                 case Transfer(peers=peers):
                     queue.extend(_transfer(current, peers, delivery))
+                    moved = True
+        if moved and delivery.audit is not None and not current.done:
+            _settle(delivery.audit, delivery.watch)
 
     def _send(self, current: Round, peer: PeerId, frame: Frame) -> list[Action]:
         left = self._reception.send(peer, frame)
@@ -147,6 +153,15 @@ def _transfer(current: Round, peers: tuple[PeerId, ...], delivery: Delivery) -> 
     return actions
 
 
+def _settle(audit: Auditor, watch: StopWatch) -> None:
+    """Compute this side's digests while the peers compute theirs."""
+    try:
+        with watch.measure("verify"):
+            audit.settle()
+    except Exception as error:
+        raise SourceError(f"reading the source again raised {type(error).__name__}: {error}", phase="RELEASE") from error
+
+
 def _announce(current: Round, delivery: Delivery) -> Announce:
     return Announce(
         round=current.round,
@@ -157,6 +172,8 @@ def _announce(current: Round, delivery: Delivery) -> Announce:
         capacity=delivery.plan.capacity,
         alignment=delivery.plan.alignment,
         limits=delivery.limits,
+        verify="off" if delivery.audit is None else delivery.audit.scope,
+        digest="xxh3" if delivery.audit is None else delivery.audit.algorithm,
     )
 
 

@@ -22,6 +22,7 @@ from weightlift.protocol.messages import (
     Begin,
     Commit,
     Committed,
+    Dispute,
     ErrorInfo,
     Failed,
     ManifestBody,
@@ -35,6 +36,7 @@ from weightlift.transports import summary
 from weightlift.transports.base import ReceiveJob, Receiver
 from weightlift.transports.mailbox import Interrupted, Mailbox
 from weightlift.transports.registry import make_receiver
+from weightlift.verify.proof import Proof
 
 __all__ = ["Follower"]
 
@@ -49,6 +51,7 @@ class Follower:
         self._peer = peer
         self._receivers: dict[str, Receiver] = {}
         self._plan: Plan | None = None
+        self._proof: Proof | None = None
 
     def pull(self, timeout_s: float) -> SyncReport:
         """The next round that the publisher has not given up before this side could answer."""
@@ -89,9 +92,10 @@ class Follower:
         with watch.measure("prepare"):
             plan, receiver = self._prepare(offer)
         session.on(Event.ACCEPT)
-        mailbox.send(Ready(round=offer.round, version=offer.version))
+        proof = self._proof
+        mailbox.send(Ready(round=offer.round, version=offer.version, held=() if proof is None else proof.held))
         with watch.measure("announce"):
-            mailbox.expect(Begin, offer.round, limits.announce_s + limits.prepare_s + limits.cause_s)
+            mailbox.expect((Begin,), offer.round, limits.announce_s + limits.prepare_s + limits.cause_s)
         session.on(Event.BEGIN)
         with watch.measure("transfer"):
             load_s = self._receive(offer, plan, receiver)
@@ -99,11 +103,15 @@ class Follower:
         with watch.measure("release"):
             self._guarded("finish", self._loader.finish)
             self._guarded("release", receiver.release)
+        with watch.measure("verify"):
+            digests = b"" if proof is None else proof.digests(offer)
         session.on(Event.CLEAN)
-        mailbox.send(summary.released(offer, plan, load_s, watch.seconds().release))
+        mailbox.send(summary.released(offer, plan, watch.seconds(load=load_s), digests))
         with watch.measure("commit"):
             others_s = 2 * limits.transfer_s + limits.release_s  # the other ranks of the replica may still be at work
-            mailbox.expect(Commit, offer.round, others_s + limits.commit_s + limits.cause_s)
+            answer = mailbox.expect((Commit, Dispute), offer.round, others_s + limits.commit_s + limits.cause_s)
+            if isinstance(answer, Dispute):
+                self._give_evidence(offer, answer)
             session.on(Event.COMMIT)
             self._guarded("commit", self._loader.commit, offer.version)
             session.on(Event.DONE)
@@ -118,14 +126,28 @@ class Follower:
         if receiver is None:
             receiver = self._receivers[offer.transport] = make_receiver(offer.transport, self._peer)
         receiver.attach(offer.offer, plan)
+        self._proof = None if offer.verify == "off" else self._proof_of(plan)
         return plan, receiver
+
+    def _proof_of(self, plan: Plan) -> Proof:
+        live, proof = self._loader.live(), self._proof
+        same = proof is not None and proof.plan is plan and proof.live is live
+        return proof if proof is not None and same else Proof(plan, live)
+
+    def _give_evidence(self, offer: Announce, dispute: Dispute) -> NoReturn:
+        """The publisher found another digest: say where, and hear the verdict."""
+        assert self._proof is not None, "a dispute follows digests"
+        self._session.on(Event.DISPUTE)
+        self._mailbox.send(self._proof.evidence(dispute))
+        self._mailbox.expect((), offer.round, offer.limits.release_s + offer.limits.cause_s)
+        raise RemoteProtocolError("the publisher let a disputed round go on")
 
     def _plan_of(self, offer: Announce) -> Plan:
         """The cached plan, or a new one from the manifest, which is asked for when its digest is new."""
         manifest = None if self._plan is None else self._plan.manifest
         if manifest is None or manifest.digest != offer.manifest_digest:
             self._mailbox.send(NeedManifest(round=offer.round, version=offer.version))
-            body = self._mailbox.expect(ManifestBody, offer.round, offer.limits.prepare_s)
+            body = self._mailbox.expect((ManifestBody,), offer.round, offer.limits.prepare_s)
             self._session.on(Event.MANIFEST)
             manifest = decode_manifest(body.body)
             if manifest.digest != offer.manifest_digest:
@@ -166,7 +188,7 @@ class Follower:
         """The data plane closed or stalled: raise the publisher's reason if it gives one within the grace, else what was seen."""
         stalled = isinstance(closed, TransferTimeout)
         try:
-            self._mailbox.expect(Commit, offer.round, 0.0 if stalled else offer.limits.cause_s)
+            self._mailbox.expect((Commit,), offer.round, 0.0 if stalled else offer.limits.cause_s)
         except Interrupted as interrupted:
             if interrupted.event is Event.EXPIRED:
                 raise Interrupted(Event.EXPIRED if stalled else Event.LOST, closed) from None

@@ -121,8 +121,11 @@ class Mailbox:
                     pass  # the rest of a round that this side has left already
         return offer
 
-    def expect(self, wanted: type[_F], round: int, timeout_s: float) -> _F:
-        """The next frame of a round, which must be a `wanted`. Raises Interrupted otherwise, RemoteProtocolError for another frame."""
+    def expect(self, wanted: tuple[type[_F], ...], round: int, timeout_s: float) -> _F:
+        """The next frame of a round, which must be one of `wanted`.
+
+        Raises Interrupted if the round ends instead, RemoteProtocolError for another frame.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             while self._inbox:
@@ -136,10 +139,10 @@ class Mailbox:
                     raise Interrupted(Event.ABORT, error)
                 if isinstance(frame, wanted):
                     return frame
-                raise RemoteProtocolError(f"{type(frame).__name__} came, expected {wanted.__name__}")
+                raise RemoteProtocolError(f"{type(frame).__name__} came, expected {_names(wanted)}")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                error = TransferTimeout(f"the publisher did not send {wanted.__name__} within {timeout_s} s", peer="publisher")
+                error = TransferTimeout(f"the publisher did not send {_names(wanted)} within {timeout_s} s", peer="publisher")
                 raise Interrupted(Event.EXPIRED, error)
             self._collect(left_s, in_round=True)
 
@@ -171,3 +174,7 @@ class Mailbox:
         if not self._channel.closed:
             self._channel.send(goodbye)
             self._channel.close()
+
+
+def _names(wanted: tuple[type[Frame], ...]) -> str:
+    return " or ".join(frame.__name__ for frame in wanted) or "Abort"

@@ -5,7 +5,7 @@ Owns: filling SyncReport from what the drivers hold. Must not know: what happens
 
 from __future__ import annotations
 
-from weightlift.observe.report import StopWatch, SyncReport
+from weightlift.observe.report import PhaseSeconds, StopWatch, SyncReport
 from weightlift.protocol.messages import Announce, Released
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Round
@@ -16,16 +16,17 @@ from weightlift.transports.driver import Delivery
 __all__ = ["of_round", "of_subscriber", "released", "still_of_engine", "still_of_replicas"]
 
 
-def released(offer: Announce, plan: Plan, load_s: float, release_s: float) -> Released:
+def released(offer: Announce, plan: Plan, seconds: PhaseSeconds, digests: bytes) -> Released:
     """What a subscriber says when everything is installed and dropped."""
     manifest = plan.manifest
     return Released(
         round=offer.round,
         version=offer.version,
         tensors=manifest.tensors,
-        bytes=manifest.total_bytes,
-        load_s=load_s,
-        release_s=release_s,
+        total_bytes=manifest.total_bytes,
+        load_s=seconds.load,
+        release_s=seconds.release,
+        digests=digests,
     )
 
 
@@ -51,6 +52,7 @@ def of_subscriber(offer: Announce, plan: Plan, receiver: Receiver, watch: StopWa
         host_bytes_retained=usage.host_bytes,
         device_bytes_peak=usage.device_bytes,
         device_bytes_retained=usage.device_bytes,
+        verify=offer.verify,
         transport=offer.transport,
         transport_reason="chosen by the publisher",
     )
@@ -76,6 +78,7 @@ def of_round(outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
         host_bytes_retained=usage.host_bytes,
         device_bytes_peak=usage.device_bytes,
         device_bytes_retained=usage.device_bytes,
+        verify="off" if delivery.audit is None else delivery.audit.scope,
         transport=delivery.transport,
         transport_reason=reason,
     )

@@ -1,0 +1,186 @@
+"""The publisher's side of verification: what every peer should hold, and where one differs.
+
+Owns: the expected digests of a round, for each way in which peers hold them; the question to a peer that differs, and the error that
+comes of its answer. Must not know: sockets, who is a peer, what follows from a difference (protocol/round.py).
+
+A source whose tensors stay is read when the transfer is over, while the peers compute their side. A streaming source is looked at while
+it streams: its tensors are gone afterwards, so for the values in an error it is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy
+import torch
+
+from weightlift.errors import DigestMismatch, RemoteProtocolError
+from weightlift.protocol.manifest import ITEM_BYTES
+from weightlift.protocol.messages import Dispute, Evidence, PeerId, Ready, Released
+from weightlift.protocol.plan import Plan
+from weightlift.tensors import dtype_name, torch_dtype
+from weightlift.verify.digests import DIGEST_BYTES, Algorithm, Probe, Scope, digests
+from weightlift.verify.proof import block_digests
+
+__all__ = ["Auditor"]
+
+_Holding: TypeAlias = tuple[int, torch.dtype]
+"""One live tensor of a peer: entry in the manifest, dtype in which it is held."""
+
+BLOCK_ELEMENTS: Final = 1024
+MOST_BLOCKS: Final = 1 << 17
+
+
+class Auditor:
+    """Audits the rounds of one plan. Implements protocol.round.Audit.
+
+    Args:
+        plan: of the rounds. scope: how much is looked at; not "off".
+        recall: position in the stream -> the tensor, once more; for the values in an error.
+    """
+
+    def __init__(self, plan: Plan, scope: Scope, recall: Callable[[int], torch.Tensor]) -> None:
+        self.scope: Scope = scope
+        self.algorithm: Algorithm = "xxh3"
+        self._plan = plan
+        self._recall = recall
+        sent = (number for number, entry in enumerate(plan.manifest.entries) if not entry.alias_of)
+        self._position = {number: position for position, number in enumerate(sent)}
+        self._default = tuple(
+            (n, torch_dtype(e.dtype)) for n, e in enumerate(plan.manifest.entries) if n in self._position and e.elements
+        )
+        self._tensors: Sequence[torch.Tensor] | None = None
+        self._probes: dict[_Holding, Probe] = {}
+        self._streamed: dict[_Holding, bytes] = {}
+        self._holdings: dict[PeerId, tuple[_Holding, ...]] = {}
+        self._expected: dict[tuple[_Holding, ...], bytes] = {}
+        self._asked: dict[PeerId, Dispute] = {}
+        self._version = -1
+
+    def begin(self, version: int, tensors: Sequence[torch.Tensor] | None) -> None:
+        """A round begins. `tensors`: those of a stable source, the same object as long as nothing moved; None of a streaming one."""
+        if tensors is not self._tensors:
+            self._probes.clear()
+        self._tensors = tensors
+        self._version = version
+        self.algorithm = "lanes" if tensors and any(tensor.device.type != "cpu" for tensor in tensors) else "xxh3"
+        for kept in (self._streamed, self._holdings, self._expected, self._asked):
+            kept.clear()
+
+    def look(self, entry: int, tensor: torch.Tensor) -> None:
+        """A streaming source yields the tensor of an entry."""
+        wanted = {holding for holdings in self._holdings.values() for holding in holdings if holding[0] == entry}
+        for holding in wanted:
+            self._streamed[holding] = digests([self._probe(holding, tensor)], self.algorithm, self.scope, self._version)
+
+    def settle(self) -> None:
+        """The transfer is over: read what the peers are reading now, too."""
+        for holdings in set(self._holdings.values()):
+            self._expect(holdings)
+
+    def expect(self, peer: PeerId, frame: Ready) -> None:
+        """See Audit."""
+        self._holdings[peer] = self._default if not frame.held else tuple(self._held(dict(frame.held)))
+
+    def _held(self, held: Mapping[int, tuple[str, ...]]) -> list[_Holding]:
+        wrong = {number for number, names in held.items() if not names or set(names) - set(ITEM_BYTES)}
+        wrong |= set(held) - {number for number, _ in self._default}
+        if wrong:
+            raise RemoteProtocolError(f"Ready speaks of entry {min(wrong)}, which carries no bytes, or says nothing of it")
+        return [
+            (number, torch_dtype(name))
+            for number, dtype in self._default
+            for name in held.get(number, (dtype_name(dtype),))
+        ]  # fmt: skip
+
+    def examine(self, peer: PeerId, frame: Released) -> tuple[Dispute, DigestMismatch] | None:
+        """See Audit."""
+        holdings = self._holdings.get(peer, self._default)
+        expected = self._expect(holdings)
+        if frame.digests == expected:
+            return None
+        if len(frame.digests) != len(expected):
+            raise RemoteProtocolError(f"Released carries {len(frame.digests)} bytes of digests, expected {len(expected)}")
+        words = (numpy.frombuffer(data, dtype=">u8") for data in (frame.digests, expected))
+        differ = numpy.flatnonzero(numpy.not_equal(*words))
+        at = int(differ[0])
+        number, dtype = holdings[at]
+        entry = self._plan.manifest.entries[number]
+        error = DigestMismatch(
+            f"{entry.name} has other bytes in {peer} than in the trainer after the transfer; "
+            f"so have {len(differ) - 1} more of {len(holdings)} tensors",
+            tensor=entry.name,
+        )
+        block = max(BLOCK_ELEMENTS, -(-entry.elements // MOST_BLOCKS))
+        probe = self._probe((number, dtype), self._again(number))
+        copy = sum(other == number for other, _ in holdings[:at])
+        question = self._asked[peer] = Dispute(
+            round=frame.round, version=frame.version, entry=number, copy=copy, block=block, blocks=block_digests(probe, block)
+        )
+        return question, error
+
+    def conclude(self, peer: PeerId, frame: Evidence) -> DigestMismatch:
+        """See Audit."""
+        asked = self._asked[peer]
+        entry = self._plan.manifest.entries[asked.entry]
+        held = [dtype for number, dtype in self._holdings.get(peer, self._default) if number == asked.entry][asked.copy]
+        if frame.start < 0:
+            return DigestMismatch(
+                f"{entry.name} had other bytes in {peer} than in the trainer, and no longer has: somebody writes it during the sync",
+                tensor=entry.name,
+            )
+        stop = min(frame.start + asked.block, entry.elements)
+        mine = self._probe((asked.entry, held), self._again(asked.entry)).elements(min(frame.start, stop), stop).cpu()
+        if len(frame.data) != mine.numel() * mine.element_size() or not len(frame.data):
+            return DigestMismatch(
+                f"{entry.name} has other bytes in {peer} than in the trainer, which cannot be placed", tensor=entry.name
+            )
+        theirs = torch.frombuffer(bytearray(frame.data), dtype=held)
+        return _mismatch(entry.name, entry.shape, str(peer), frame.start, mine, theirs)
+
+    def _expect(self, holdings: tuple[_Holding, ...]) -> bytes:
+        """The digests that a peer with these holdings should report."""
+        known = self._expected.get(holdings)
+        if known is None:
+            if self._tensors is None:
+                known = b"".join(self._streamed.get(holding, bytes(DIGEST_BYTES)) for holding in holdings)
+            else:
+                probes = [self._kept(holding) for holding in holdings]
+                known = digests(probes, self.algorithm, self.scope, self._version)
+            self._expected[holdings] = known
+        return known
+
+    def _kept(self, holding: _Holding) -> Probe:
+        assert self._tensors is not None, "asked of a stable source only"
+        probe = self._probes.get(holding)
+        if probe is None:
+            probe = self._probes[holding] = self._probe(holding, self._tensors[self._position[holding[0]]])
+        return probe
+
+    def _probe(self, holding: _Holding, tensor: torch.Tensor) -> Probe:
+        return Probe(tensor, holding[1], via=torch_dtype(self._plan.manifest.entries[holding[0]].dtype))
+
+    def _again(self, entry: int) -> torch.Tensor:
+        return self._recall(self._position[entry])
+
+    def close(self) -> None:
+        """Drop every reference to the source's tensors. Idempotent."""
+        self._probes.clear()
+        self._tensors = None
+
+
+def _mismatch(name: str, shape: Sequence[int], peer: str, start: int, mine: torch.Tensor, theirs: torch.Tensor) -> DigestMismatch:
+    """The error for a block of both sides that starts at element `start`: first difference, both values."""
+    rows = (side.view(torch.uint8).view(side.numel(), -1) for side in (mine, theirs))
+    differ = torch.ne(*rows).any(dim=1).nonzero().flatten().tolist()
+    if not differ:
+        return DigestMismatch(f"{name} has other bytes in {peer} than in the trainer, but its evidence is the same", tensor=name)
+    first = differ[0]
+    index = [int(i) for i in numpy.unravel_index(start + first, tuple(shape))] if shape else []
+    element = f"{name}{index if index else ''}"
+    return DigestMismatch(
+        f"{element} is {mine[first].item()} in the trainer and {theirs[first].item()} in {peer} after the transfer "
+        f"({dtype_name(mine.dtype)}; {len(differ)} of {mine.numel()} elements from element {start} on differ)",
+        tensor=name,
+    )
