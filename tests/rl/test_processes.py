@@ -15,6 +15,8 @@ import time
 import pytest
 
 from weightlift.rl.rollout import EXIT_ORPHANED
+from weightlift.verify.explain import explain
+from weightlift.verify.snapshot import load_digests, load_tensors
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -150,7 +152,14 @@ def test_every_step_is_sampled_with_the_version_before_it_and_ends_in_one_sync(s
         "plot.png",
         "config.json",
         "rollout-0.log",
+        "trainer.safetensors",
+        "rollout-0.safetensors",
+        "digests.jsonl",
     }
+    trainer, engine = (load_tensors(run.out / f"{name}.safetensors") for name in ("trainer", "rollout-0"))
+    history = load_digests(run.out / "digests.jsonl")
+    assert sorted(history) == [0, 1, 2, 3, 4]
+    assert explain(trainer, engine, history) == []
     assert str(run.out) in output
     assert not list(run.tmp.iterdir())
 

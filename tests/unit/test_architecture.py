@@ -27,7 +27,7 @@ LAYER = {
     "transports": {"protocol", "loaders", "verify", *TORCH_VOCABULARY},
     "samples": {"protocol"},
     "api": {"protocol", "sources", "loaders", "transports", "verify"},
-    "rl": {"protocol", "sources", "loaders", "samples", "api", "weightlift"},
+    "rl": {"protocol", "sources", "loaders", "samples", "verify", "api", "weightlift"},
     "testing": {"protocol", "sources", "loaders", "transports", "samples", "verify", "api", *TORCH_VOCABULARY},
     "cli": {"protocol", "sources", "loaders", "transports", "samples", "verify", "rl", "api", "weightlift"},
     "observe": set[str](),

@@ -26,6 +26,7 @@ class _Command(NamedTuple):
 _COMMANDS = {
     ("train",): _Command("weightlift.cli.train", "TrainConfig", "GRPO with one weight sync per step, on this machine"),
     ("bench", "shm"): _Command("weightlift.cli.bench_shm", "BenchShmConfig", "shared memory against the two-copy limit"),
+    ("verify",): _Command("weightlift.cli.verify", "VerifyConfig", "explain differences between trainer and engine"),
     ("doctor",): _Command("weightlift.cli.doctor", "DoctorConfig", "which transports can be used here, and why not"),
 }
 

@@ -192,6 +192,10 @@ class TrainConfig:
     """torch threads of each of the two processes, which take turns."""
     transport: str = "auto"
     """How the weights travel."""
+    verify: Literal["off", "sample", "full"] = "sample"
+    """How much of what the engine holds is compared with the trainer's weights before a version counts."""
+    snapshot: bool = True
+    """Keep digests of every version and, at the end, the tensors of both sides: `weightlift verify --out RUN` compares them."""
     task: str | None = None
     """Data set of reasoning-gym; None takes spell_backward, or chain_sum with --model."""
     problems: ProblemsConfig = dataclasses.field(default_factory=ProblemsConfig)

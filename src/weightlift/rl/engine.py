@@ -2,7 +2,7 @@
 
 Owns: the `Engine` seam and `RolloutEngine`, the seam's form over a rollout process and a sample plane. Must not know:
 tasks, rewards, how weights travel. Called by rl/loop.py. Another engine (vLLM, several processes) is another class with
-these four methods.
+these methods.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[Sample]]:
         """Samples for each prompt, in the order of the prompts, each with the version of the weights that made it."""
+        ...
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Write the tensors that it holds to `<name>.safetensors` in a directory."""
         ...
 
     def close(self) -> None:
@@ -107,6 +111,11 @@ class RolloutEngine:
             )
         width = sampling.samples
         return [reply.samples[start : start + width] for start in range(0, len(expected), width)]
+
+    def save(self, directory: pathlib.Path) -> None:
+        """The process writes the file itself; returns when it is there."""
+        ticket = self._plane.save(self._name, str((directory / f"{self._name}.safetensors").absolute()))
+        self._plane.collect(ticket, timeout_s=self._timeouts.sync_s)
 
     def close(self) -> None:
         """Ask the process to end, make sure that it does, remove the plane."""

@@ -35,11 +35,14 @@ from weightlift.samples import (
     GenerateRequest,
     Sample,
     SampleEndpoint,
+    SaveReply,
+    SaveRequest,
     ShutdownRequest,
     SyncReply,
     SyncRequest,
     remove_address,
 )
+from weightlift.verify.snapshot import save_tensors
 
 __all__ = ["EXIT_ORPHANED", "RolloutSettings", "main", "serve"]
 
@@ -92,12 +95,21 @@ def serve(endpoint: SampleEndpoint, subscriber: Subscriber, text_model: TextMode
         if isinstance(request, ShutdownRequest):
             return
         try:
-            reply: FromEngine = (
-                _generate(request, subscriber, text_model) if isinstance(request, GenerateRequest) else _sync(request, subscriber)
-            )
+            reply = _answer(request, subscriber, text_model)
         except Exception as error:  # whatever it is, the trainer waits for an answer and gets the reason
             reply = FailureReply.of(error, id=request.id, version=subscriber.version)
         endpoint.reply(reply)
+
+
+def _answer(request: GenerateRequest | SyncRequest | SaveRequest, subscriber: Subscriber, text_model: TextModel) -> FromEngine:
+    match request:
+        case GenerateRequest():
+            return _generate(request, subscriber, text_model)
+        case SyncRequest():
+            return _sync(request, subscriber)
+        case SaveRequest():
+            save_tensors(pathlib.Path(request.path), text_model.model)
+            return SaveReply(id=request.id, version=-1 if subscriber.version is None else subscriber.version)
 
 
 def watch_parent(pid: int, clean_up: Callable[[], Any]) -> None:

@@ -132,6 +132,8 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self.records:
+            self.finish({"ended_by": type(error).__name__})
         self.close()
 
     def _write_json(self, name: str, data: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@ Owns: the structs and their way to bytes and back (MessagePack, typed, length-li
 
 Who sends what:
 
-    trainer -> engine   GenerateRequest, SyncRequest, ShutdownRequest
-    engine  -> trainer  EngineHello (once, id 0), GenerateReply, SyncReply, FailureReply
+    trainer -> engine   GenerateRequest, SyncRequest, SaveRequest, ShutdownRequest
+    engine  -> trainer  EngineHello (once, id 0), GenerateReply, SyncReply, SaveReply, FailureReply
 
 A version is a published version of the weights, an integer >= 0. A sample without one does not exist: `Sample.version`
 is taken from the engine when it dispatches the request, so that a reply that arrives late still says which weights it
@@ -34,6 +34,8 @@ __all__ = [
     "Prompt",
     "Sample",
     "SamplingParams",
+    "SaveReply",
+    "SaveRequest",
     "ShutdownRequest",
     "SyncReply",
     "SyncRequest",
@@ -103,6 +105,13 @@ class SyncRequest(_Frame, tag="sync", frozen=True, kw_only=True):
     timeout_s: float
 
 
+class SaveRequest(_Frame, tag="save", frozen=True, kw_only=True):
+    """Write the tensors that are held now to a safetensors file on the engine's host."""
+
+    id: int
+    path: str
+
+
 class ShutdownRequest(_Frame, tag="shutdown", frozen=True, kw_only=True):
     """End in an orderly way. There is no reply; the process exits with code 0."""
 
@@ -134,6 +143,13 @@ class SyncReply(_Frame, tag="synced", frozen=True, kw_only=True):
     seconds: float
 
 
+class SaveReply(_Frame, tag="saved", frozen=True, kw_only=True):
+    """The file is written. `version` is what the engine serves, -1 for nothing."""
+
+    id: int
+    version: int
+
+
 class FailureReply(_Frame, tag="failed", frozen=True, kw_only=True):
     """The request raised in the engine. `version` is what it serves now, -1 for nothing."""
 
@@ -147,8 +163,8 @@ class FailureReply(_Frame, tag="failed", frozen=True, kw_only=True):
         return cls(id=id, version=-1 if version is None else version, error=describe(error))
 
 
-FromTrainer: TypeAlias = GenerateRequest | SyncRequest | ShutdownRequest
-FromEngine: TypeAlias = EngineHello | GenerateReply | SyncReply | FailureReply
+FromTrainer: TypeAlias = GenerateRequest | SyncRequest | SaveRequest | ShutdownRequest
+FromEngine: TypeAlias = EngineHello | GenerateReply | SyncReply | SaveReply | FailureReply
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()

@@ -46,6 +46,8 @@ from weightlift.samples.messages import (
     GenerateRequest,
     Prompt,
     SamplingParams,
+    SaveReply,
+    SaveRequest,
     ShutdownRequest,
     SyncReply,
     SyncRequest,
@@ -126,6 +128,10 @@ class SamplePlane:
         check_seconds("timeout_s", timeout_s)
         return self._submit(engine, SyncRequest(id=self._next_id, version=version, timeout_s=timeout_s))
 
+    def save(self, engine: str, path: str) -> int:
+        """Ask the engine to write its tensors to a file; returns the request's id for `collect`."""
+        return self._submit(engine, SaveRequest(id=self._next_id, path=path))
+
     def shutdown(self, engine: str) -> None:
         """Ask the engine to end. No reply comes, and an engine that is already gone is fine."""
         if engine in self._hellos:
@@ -134,7 +140,7 @@ class SamplePlane:
             except zmq.ZMQError:
                 return
 
-    def collect(self, id: int, *, timeout_s: float) -> GenerateReply | SyncReply:
+    def collect(self, id: int, *, timeout_s: float) -> GenerateReply | SyncReply | SaveReply:
         """Wait for the reply to a request.
 
         Raises:
@@ -170,7 +176,7 @@ class SamplePlane:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(self, engine: str, frame: GenerateRequest | SyncRequest) -> int:
+    def _submit(self, engine: str, frame: GenerateRequest | SyncRequest | SaveRequest) -> int:
         if engine not in self._hellos:
             raise LocalProtocolError(f"engine {engine} did not say hello; known are {sorted(self._hellos) or 'none'}", peer=engine)
         if len(self._pending) >= self._max_in_flight:
