@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO_ARGS ?=
 
-.PHONY: help demo test check format docs bench clean
+.PHONY: help demo test check format docs bench matrix clean
 
 help:
 	@echo "make demo   train a small model with GRPO on this machine; every step ends in one weight sync"
 	@echo "make test   the whole test suite"
 	@echo "make check  formatting, lint and types"
+	@echo "make matrix every fault in every phase on real processes, into docs/failure-model.md"
 	@echo "make bench  the shared-memory benchmark, into docs/benchmarks/shm.md"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -37,6 +38,11 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py
+
+matrix: $(STAMP)
+	rm -f build/matrix.jsonl && mkdir -p build
+	HF_HUB_OFFLINE=1 WEIGHTLIFT_MATRIX_OUT=build/matrix.jsonl $(BIN)/python -m pytest tests/multiprocess -k "fault_matrix and not page"
+	$(BIN)/python scripts/make_matrix.py build/matrix.jsonl
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench_shm.py

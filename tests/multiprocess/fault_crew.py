@@ -24,6 +24,7 @@ from weightlift import Deadlines, Publisher, ShmConfig, Subscriber, WeightliftEr
 from weightlift.errors import RemoteCause
 from weightlift.loaders import MappingLoader
 from weightlift.observe.events import Event, RoundStarted
+from weightlift.protocol.plan import Bucket
 from weightlift.sources import MappingSource
 from weightlift.testing.faults import FaultyLoader, FaultySource, fail_at, kill, kill_group, raising, stop
 from weightlift.testing.processes import Worker, say
@@ -152,10 +153,27 @@ class _PublisherEnd:
         return {"left": True}
 
 
+class _KeepingLoader(FaultyLoader):
+    """A loader that plans no copies, and keeps the memory of bucket `keep`."""
+
+    caches_views = False
+
+    def __init__(self, loader: MappingLoader) -> None:
+        super().__init__(loader)
+        self.keep: int | None = None
+        self.kept: list[torch.Tensor] = []
+
+    def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        super().install(bucket, memory)
+        self.loader._cached.clear()  # type: ignore[attr-defined]
+        if bucket.number == self.keep:
+            self.kept.append(memory)
+
+
 class _EngineEnd:
     def __init__(self, address: str, name: str) -> None:
         self.held = {f"w{i}": torch.full((16, 16), -1.0) for i in range(BUCKETS)}
-        self.loader = FaultyLoader(MappingLoader(self.held, cast="lossless"))
+        self.loader = _KeepingLoader(MappingLoader(self.held, cast="lossless"))
         self.subscriber = Subscriber(self.loader, address, name)
 
     def pull(
@@ -171,8 +189,12 @@ class _EngineEnd:
         """Take part in one round; struck at that call of the loader. hold: wait there first, until told to go on."""
         if fork:
             _fork_a_child()
-        acts = [_ACTS["hold"], _ACTS[act]] if hold else [_ACTS[act]]
+        strike = _ACTS["raise" if act == "clean-up raises" else "nothing" if act == "keeps a tensor" else act]
+        acts = [_ACTS["hold"], strike] if hold else [strike]
         self.loader.faults[:] = [fail_at(at, do, bucket=bucket) for do in acts] if at else []
+        if act == "clean-up raises":
+            self.loader.faults.append(fail_at("abort", raising(RuntimeError("second"))))
+        self.loader.keep = bucket if act == "keeps a tensor" else None
         error: BaseException | None = None
         try:
             self.subscriber.pull(timeout_s=timeout_s)
@@ -187,6 +209,12 @@ class _EngineEnd:
             serving = type(refusal).__name__
         values = [sorted({float(v) for v in tensor.flatten().tolist()}) for tensor in self.held.values()]
         return {"state": str(self.subscriber.state), "version": self.subscriber.version, "serving": serving, "values": values}
+
+    def let_go(self) -> Answer:
+        """Drop what the loader kept: until then the application itself holds the mapping."""
+        kept = len(self.loader.kept)
+        self.loader.kept.clear()
+        return {"kept": kept}
 
     def leave(self, *, by: str) -> Answer:
         """Leave the context of the subscriber, "raise": with an error of the application."""

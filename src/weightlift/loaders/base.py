@@ -9,7 +9,8 @@ Owns: the protocol. Must not know: transports, rounds. The subscriber's driver c
     commit(version)            resets caches that hold older versions; EngineBusy if the engine refuses
     abort()                    a round ended early: drop every view of a bucket
 
-`memory` is the transport's: it may be read until `install` returns, and no view of it may be kept beyond `abort`.
+`memory` is the transport's: it may be read until `install` returns. Keeping a view of it is refused with a LoaderError. A loader that
+plans its copies once and repeats them says `caches_views = True`: it reads its views inside `install` only, and `abort` drops them.
 """
 
 from __future__ import annotations

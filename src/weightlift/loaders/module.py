@@ -27,6 +27,8 @@ ResetHook = Callable[[int], "bool | None"]
 class _InPlaceLoader:
     """What both loaders share: live tensors that are looked at before each round."""
 
+    caches_views = True
+
     def __init__(self, held: HeldTensors, *, cast: CastPolicy, ties: Mapping[str, str] | None, on_commit: ResetHook | None) -> None:
         self._held = held
         self._cast: CastPolicy = cast

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -36,9 +36,12 @@ from weightlift.transports import summary
 from weightlift.transports.base import ReceiveJob, Receiver
 from weightlift.transports.mailbox import Interrupted, Mailbox
 from weightlift.transports.registry import make_receiver
+from weightlift.transports.views import installer
 from weightlift.verify.proof import Proof
 
 __all__ = ["Follower"]
+
+_T = TypeVar("_T")
 
 
 class Follower:
@@ -79,7 +82,7 @@ class Follower:
             late = interrupted.event is Event.ABORT and self._mailbox.came_late(interrupted.error)
             if late and not self._session.touched:
                 self._session.on(interrupted.event)
-                self._clean_up()
+                self._clean_up(interrupted.error)
                 self._mailbox.pass_over(offer)
                 return None
             self._leave(offer, interrupted.event, interrupted.error)
@@ -126,13 +129,8 @@ class Follower:
         if receiver is None:
             receiver = self._receivers[offer.transport] = make_receiver(offer.transport, self._peer)
         receiver.attach(offer.offer, plan)
-        self._proof = None if offer.verify == "off" else self._proof_of(plan)
+        self._proof = None if offer.verify == "off" else Proof.of(plan, self._guarded("live", self._loader.live), self._proof)
         return plan, receiver
-
-    def _proof_of(self, plan: Plan) -> Proof:
-        live, proof = self._loader.live(), self._proof
-        same = proof is not None and proof.plan is plan and proof.live is live
-        return proof if proof is not None and same else Proof(plan, live)
 
     def _give_evidence(self, offer: Announce, dispute: Dispute) -> NoReturn:
         """The publisher found another digest: say where, and hear the verdict."""
@@ -159,7 +157,7 @@ class Follower:
 
     def _receive(self, offer: Announce, plan: Plan, receiver: Receiver) -> float:
         """All buckets into the live parameters; returns the seconds that the loader took."""
-        load_s = 0.0
+        load_s, put = 0.0, installer(self._loader)
 
         def install(index: int, memory: torch.Tensor) -> None:
             nonlocal load_s
@@ -167,7 +165,7 @@ class Follower:
                 self._session.on(Event.WRITE)
             start = time.perf_counter()
             try:
-                self._guarded("install", self._loader.install, plan.buckets[index], memory)
+                self._guarded("install", put, plan.buckets[index], memory)
             except WeightliftError as error:
                 error.fill(bucket=index, buckets=len(plan), tensor=plan.names(index))
                 raise
@@ -197,10 +195,10 @@ class Follower:
             raise
         raise RemoteProtocolError("the publisher sent Commit in the middle of a transfer")
 
-    def _guarded(self, what: str, call: Callable[..., None], *arguments: object) -> None:
+    def _guarded(self, what: str, call: Callable[..., _T], *arguments: object) -> _T:
         """Call into loader or transport; a foreign exception becomes a LoaderError, chained."""
         try:
-            call(*arguments)
+            return call(*arguments)
         except WeightliftError:
             raise
         except Exception as error:
@@ -222,7 +220,7 @@ class Follower:
                 self._tell(offer, event, describe(error, phase=str(phase), peer=self._peer))
         finally:
             drop_frames(error)
-            self._clean_up()
+            self._clean_up(error)
         if event is Event.LOST:
             self._mailbox.start_over()
         raise error
@@ -235,16 +233,20 @@ class Follower:
         torn = self._session.torn
         self._mailbox.send(Failed(round=offer.round, version=offer.version, error=info, torn=torn, serves=serves))
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, error: BaseException) -> None:
+        """Drop the views, then the data plane. If that fails as well, it must not hide the error that the caller has to know."""
+        for abort in (self._loader.abort, *(receiver.abort for receiver in self._receivers.values())):
+            try:
+                abort()
+            except Exception as second:
+                drop_frames(second)
+                error.add_note(f"the clean-up afterwards raised {type(second).__name__}: {second}")
+
+    def close(self) -> None:
+        """Drop views, then the data plane. Idempotent."""
         try:
             self._loader.abort()
         finally:
             for receiver in self._receivers.values():
-                receiver.abort()
-
-    def close(self) -> None:
-        """Drop views, then the data plane. Idempotent."""
-        self._loader.abort()
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._receivers.clear()
+                receiver.close()
+            self._receivers.clear()
