@@ -93,9 +93,8 @@ class Follower:
         """The main path, one step after the other."""
         session, mailbox, limits = self._session, self._mailbox, offer.limits
         with watch.measure("prepare"):
-            plan, receiver = self._prepare(offer)
+            plan, receiver, proof = self._prepare(offer)
         session.on(Event.ACCEPT)
-        proof = self._proof
         mailbox.send(Ready(round=offer.round, version=offer.version, held=() if proof is None else proof.held))
         with watch.measure("announce"):
             mailbox.expect((Begin,), offer.round, limits.announce_s + limits.prepare_s + limits.cause_s)
@@ -121,7 +120,7 @@ class Follower:
         mailbox.send(Committed(round=offer.round, version=offer.version, commit_s=watch.seconds().commit))
         return summary.of_subscriber(offer, plan, receiver, watch, load_s)
 
-    def _prepare(self, offer: Announce) -> tuple[Plan, Receiver]:
+    def _prepare(self, offer: Announce) -> tuple[Plan, Receiver, Proof | None]:
         """Everything that can be refused, before anything changes."""
         plan = self._plan_of(offer)
         self._guarded("prepare", self._loader.prepare, plan)
@@ -130,7 +129,7 @@ class Follower:
             receiver = self._receivers[offer.transport] = make_receiver(offer.transport, self._peer)
         receiver.attach(offer.offer, plan)
         self._proof = None if offer.verify == "off" else Proof.of(plan, self._guarded("live", self._loader.live), self._proof)
-        return plan, receiver
+        return plan, receiver, self._proof
 
     def _give_evidence(self, offer: Announce, dispute: Dispute) -> NoReturn:
         """The publisher found another digest: say where, and hear the verdict."""
@@ -229,8 +228,7 @@ class Follower:
         if event is Event.REFUSE:
             self._mailbox.send(Refused(round=offer.round, version=offer.version, error=info))
             return
-        serves = -1 if self._session.serves is None else self._session.serves
-        torn = self._session.torn
+        torn, serves = self._session.torn, -1 if self._session.serves is None else self._session.serves
         self._mailbox.send(Failed(round=offer.round, version=offer.version, error=info, torn=torn, serves=serves))
 
     def _clean_up(self, error: BaseException) -> None:
