@@ -18,6 +18,7 @@ from weightlift.errors import (
     WeightliftError,
 )
 from weightlift.observe.report import PhaseSeconds, SyncReport
+from weightlift.transports.curve import CurveKeys
 from weightlift.transports.endpoint import new_address
 from weightlift.transports.registry import available, explain
 
@@ -29,6 +30,7 @@ __all__ = [
     "State",
     "Deadlines",
     "ShmConfig",
+    "CurveKeys",
     "new_address",
     "available",
     "explain",

@@ -29,6 +29,7 @@ from weightlift.sources.base import Source
 from weightlift.sources.packing import Packer
 from weightlift.transports import registry, summary
 from weightlift.transports.base import Sender
+from weightlift.transports.curve import CurveKeys, check_public_key
 from weightlift.transports.driver import Delivery, Driver
 from weightlift.transports.endpoint import Endpoint, RunDirectory, parse_address
 from weightlift.transports.follower import Follower
@@ -64,6 +65,7 @@ class Publisher:
             DigestMismatch.
         check_finite: whether a NaN or an infinity in the source is a NonFiniteTensor instead of a version.
         token: shared secret of the run, for `tcp://` addresses.
+        curve: encrypts the control channel; the subscribers are given `curve.public`.
         shm: the ring of the shared-memory transport.
         sink: receives typed events (weightlift.observe).
 
@@ -81,6 +83,7 @@ class Publisher:
         verify: Scope = "sample",
         check_finite: bool = False,
         token: str = "",
+        curve: CurveKeys | None = None,
         shm: ShmConfig | None = None,
         sink: Sink | None = None,
     ) -> None:
@@ -100,7 +103,7 @@ class Publisher:
         self._sink = sink
         self._directory = _hold(self._endpoint)
         try:
-            self._reception = Reception(self._endpoint, token=token, sink=sink)
+            self._reception = Reception(self._endpoint, token=token, curve=curve, sink=sink)
         except BaseException:
             if self._directory is not None:
                 self._directory.close()
@@ -276,6 +279,7 @@ class Subscriber:
         name: unique among the subscribers of this address; appears in errors and reports.
         replica: the engine that this worker is a rank of; default: a replica of its own. rank, size: within the replica.
         token: shared secret of the run, for `tcp://` addresses.
+        curve: the publisher's public key, where it has CurveKeys.
         sink: receives typed events.
 
     One thread at a time. The constructor does not wait: the publisher may start later.
@@ -291,8 +295,11 @@ class Subscriber:
         rank: int = 0,
         size: int = 1,
         token: str = "",
+        curve: str | None = None,
         sink: Sink | None = None,
     ) -> None:
+        if curve is not None:
+            check_public_key("curve", curve)
         if type(name) is not str or not name:
             raise ConfigError(f"name must be a non-empty string, got {name!r}")
         check_int("size", size, at_least=1)
@@ -304,7 +311,7 @@ class Subscriber:
         self._incarnation = secrets.token_hex(8)
         self._session = SubscriberSession()
         self._directory = _hold(self._endpoint)
-        self._mailbox = Mailbox(self._endpoint, self._hello, sink=sink)
+        self._mailbox = Mailbox(self._endpoint, self._hello, curve=curve, sink=sink)
         self._follower = Follower(self._mailbox, self._session, loader, peer=name)
         self._open = True
 

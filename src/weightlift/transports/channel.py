@@ -27,14 +27,20 @@ from zmq.utils.monitor import recv_monitor_message
 from weightlift.errors import ConfigError, RemoteProtocolError, TransportUnavailable
 from weightlift.protocol import codec
 from weightlift.protocol.messages import Frame, FromPublisher, FromSubscriber, Ping
+from weightlift.transports.curve import HANDSHAKE_FAILURES, CurveKeys, failure_text
 from weightlift.transports.endpoint import Endpoint, discard
 from weightlift.transports.liveness import lives, open_pidfd
 
-__all__ = ["ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
+__all__ = ["Barred", "ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
 
 _HEARTBEAT_S: Final = 2.0
 _HEARTBEAT_TIMEOUT_S: Final = 8.0
 _HANDSHAKE_S: Final = 5.0
+_MOST_FRAMES: Final = 256
+"""Frames taken from a socket in one go."""
+_QUEUE_FRAMES: Final = 64
+"""Frames of one connection that wait unread: with the limit on a frame, 64 MB that a stranger can make a publisher hold."""
+_CURVE_REMEDY: Final = "give the publisher curve=CurveKeys, and every subscriber curve= its public key."
 _LINGER_MS: Final = 300
 """How long a closing socket may try to deliver its last frames (a Goodbye, an Abort)."""
 
@@ -53,6 +59,12 @@ class Garbage(NamedTuple):
     error: RemoteProtocolError
 
 
+class Barred(NamedTuple):
+    """The security handshake failed: this connection will never carry a frame."""
+
+    error: RemoteProtocolError
+
+
 class Gone(NamedTuple):
     """The process or the connection behind `key` is gone."""
 
@@ -60,7 +72,7 @@ class Gone(NamedTuple):
     reason: str
 
 
-Arrival: TypeAlias = Received | Garbage | Gone
+Arrival: TypeAlias = Received | Garbage | Barred | Gone
 
 
 class _Channel:
@@ -68,8 +80,10 @@ class _Channel:
 
     _kind: int
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, curve: CurveKeys | str | None = None) -> None:
+        """`curve`: the publisher's keys, or, on a subscriber's end, its public key."""
         self.endpoint = endpoint
+        self._curve = curve
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._pidfds: dict[bytes, int] = {}
@@ -83,7 +97,7 @@ class _Channel:
             socket.setsockopt(zmq.HEARTBEAT_IVL, int(_HEARTBEAT_S * 1000))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_HEARTBEAT_TIMEOUT_S * 1000))
         self._socket = socket
-        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
@@ -115,13 +129,20 @@ class _Channel:
             self._poller.unregister(pidfd)
             os.close(pidfd)
 
-    def _drain_monitor(self) -> int:
-        """Number of disconnections since the last call."""
-        count = 0
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            count += 1
-        return count
+    def _drain_monitor(self) -> tuple[int, list[Arrival]]:
+        """Since the last call: the number of disconnections, and the handshakes that failed."""
+        count, barred = 0, list[Arrival]()
+        for _ in range(_MOST_FRAMES):
+            if not self._monitor.poll(0):
+                break
+            message = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            event = int(message["event"])
+            if event & HANDSHAKE_FAILURES:
+                text = failure_text(event, int(message["value"]))
+                barred.append(Barred(RemoteProtocolError(f"the security handshake failed: {text}", remedy=_CURVE_REMEDY)))
+            else:
+                count += 1
+        return count, barred
 
     def _deaths(self, ready: dict[object, int]) -> list[Arrival]:
         dead = [key for key, pidfd in self._pidfds.items() if pidfd in ready]
@@ -153,6 +174,10 @@ class ServerChannel(_Channel):
         self._pinged = time.monotonic()
         socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES)
+        if isinstance(self._curve, CurveKeys):
+            socket.curve_server = True
+            socket.curve_secretkey = self._curve.secret.encode()
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_SUBSCRIBER)
         path = None if self.endpoint.directory is None else self.endpoint.directory / "control"
         try:
@@ -176,14 +201,17 @@ class ServerChannel(_Channel):
         wait_s = min(timeout_s, _HEARTBEAT_S) if self._known - set(self._pidfds) else timeout_s
         ready = dict(self._poller.poll(_milliseconds(wait_s)))
         arrivals: list[Arrival] = []
-        while self._socket in ready:
+        # A peer that never stops talking must not keep the round from looking at its clock.
+        while self._socket in ready and len(arrivals) < _MOST_FRAMES:
             try:
                 key, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             arrivals.append(self._read(key, parts))
         arrivals += self._deaths(ready)
-        if self._drain_monitor() or time.monotonic() - self._pinged > _HEARTBEAT_S:
+        closed, barred = self._drain_monitor()
+        arrivals += barred
+        if closed or time.monotonic() - self._pinged > _HEARTBEAT_S:
             self._pinged = time.monotonic()
             ping = Ping(round=0, version=-1)
             arrivals += [Gone(key, "its connection is closed") for key in list(self._known) if not self.send(key, ping)]
@@ -233,6 +261,9 @@ class ClientChannel(_Channel):
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_PUBLISHER)
         # A socket that a dead publisher's child holds open takes connections and never answers.
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
+        if self._curve is not None:
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_serverkey = str(self._curve).encode()
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         socket.connect(self.endpoint.zmq)
@@ -247,7 +278,7 @@ class ClientChannel(_Channel):
         """Everything that arrived; waits at most `timeout_s` for the first."""
         ready = dict(self._poller.poll(_milliseconds(timeout_s)))
         arrivals: list[Arrival] = []
-        while self._socket in ready:
+        while self._socket in ready and len(arrivals) < _MOST_FRAMES:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -259,7 +290,10 @@ class ClientChannel(_Channel):
             except RemoteProtocolError as error:
                 arrivals.append(Garbage(self.PUBLISHER, error))
         deaths = self._deaths(ready)
-        if not deaths and self._drain_monitor():
+        closed, barred = self._drain_monitor()
+        if barred:
+            return arrivals + barred
+        if not deaths and closed:
             deaths = [Gone(self.PUBLISHER, "its connection is closed")]
         return arrivals + deaths
 

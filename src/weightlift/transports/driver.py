@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable
 
 from weightlift.errors import SourceError, TransferTimeout, WeightliftError, drop_frames
-from weightlift.observe.events import RoundStarted, Sink, emit
+from weightlift.observe.events import FrameRefused, RoundStarted, Sink, emit
 from weightlift.observe.report import StopWatch
 from weightlift.protocol.codec import encode_manifest
 from weightlift.protocol.manifest import Manifest
-from weightlift.protocol.messages import Announce, Frame, Limits, ManifestBody, PeerId
+from weightlift.protocol.messages import Announce, Fenced, Frame, Limits, ManifestBody, PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
 from weightlift.transports.base import Fill, Sender, SendJob
@@ -113,6 +114,10 @@ class Driver:
                     queue.extend(self._send(current, peer, _announce(current, delivery)))
                 case SendManifest(peer=peer):
                     queue.extend(self._send(current, peer, self._manifest(current, delivery.plan.manifest)))
+                case Send(peer=peer, frame=Fenced(error=info) as frame):
+                    refused = FrameRefused(peer=peer, reason=info.message)
+                    emit(self._sink, "round", refused, level=logging.WARNING)
+                    queue.extend(self._send(current, peer, frame))
                 case Send(peer=peer, frame=frame):
                     queue.extend(self._send(current, peer, frame))
                 case Transfer(peers=peers):

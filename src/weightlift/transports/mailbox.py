@@ -27,7 +27,7 @@ from weightlift.protocol.messages import (
     Welcome,
 )
 from weightlift.protocol.session import Event, Phase
-from weightlift.transports.channel import ClientChannel, Garbage, Gone
+from weightlift.transports.channel import Barred, ClientChannel, Garbage, Gone
 from weightlift.transports.endpoint import Endpoint
 
 __all__ = ["Interrupted", "Mailbox"]
@@ -47,8 +47,8 @@ class Interrupted(Exception):
 class Mailbox:
     """Frames from the publisher. `hello` makes the Hello of the moment: it tells what is served now."""
 
-    def __init__(self, endpoint: Endpoint, hello: Callable[[], Hello], *, sink: Sink | None) -> None:
-        self._channel = ClientChannel(endpoint)
+    def __init__(self, endpoint: Endpoint, hello: Callable[[], Hello], *, curve: str | None, sink: Sink | None) -> None:
+        self._channel = ClientChannel(endpoint, curve)
         self._hello = hello
         self._sink = sink
         self._inbox: collections.deque[FromPublisher] = collections.deque()
@@ -155,6 +155,8 @@ class Mailbox:
                     if in_round and not self._inbox:
                         raise Interrupted(Event.LOST, PeerLost(f"the publisher is gone: {reason}", peer="publisher"))
                     self._inbox.append(Goodbye(round=0, version=-1, reason=reason))
+                case Barred(error=error):
+                    raise error.fill(phase=str(Phase.ANNOUNCE), peer="publisher")
                 case Garbage(error=error):
                     emit(self._sink, "channel", FrameRefused(peer="publisher", reason=str(error)))
                 case _:

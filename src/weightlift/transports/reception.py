@@ -14,7 +14,8 @@ from weightlift.errors import PeerLost, WeightliftError
 from weightlift.observe.events import FrameRefused, PeerJoined, PeerLeft, PeerRejected, Sink, emit
 from weightlift.protocol.failure import describe
 from weightlift.protocol.messages import PROTOCOL_VERSION, Fenced, Frame, Goodbye, Hello, PeerId, Ping, Welcome
-from weightlift.transports.channel import Arrival, Garbage, Gone, ServerChannel
+from weightlift.transports.channel import Arrival, Barred, Garbage, Gone, ServerChannel
+from weightlift.transports.curve import CurveKeys
 from weightlift.transports.endpoint import Endpoint
 from weightlift.transports.liveness import host_identity
 from weightlift.transports.roster import Connected, Roster
@@ -42,8 +43,8 @@ Visit: TypeAlias = Said | Left
 class Reception:
     """One control channel and its roster, over all rounds of a publisher."""
 
-    def __init__(self, endpoint: Endpoint, *, token: str, sink: Sink | None) -> None:
-        self._channel = ServerChannel(endpoint)
+    def __init__(self, endpoint: Endpoint, *, token: str, curve: CurveKeys | None, sink: Sink | None) -> None:
+        self._channel = ServerChannel(endpoint, curve)
         self._sink = sink
         welcome = Welcome(
             round=0,
@@ -71,6 +72,9 @@ class Reception:
         return self._leave(peer, "its connection is closed")
 
     def _sort(self, arrival: Arrival) -> list[Visit]:
+        if isinstance(arrival, Barred):
+            self._refuse(None, str(arrival.error))
+            return []
         peer = self.roster.name_of(arrival.key)
         match arrival:
             case Gone(reason=reason):
