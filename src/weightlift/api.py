@@ -61,7 +61,7 @@ class Publisher:
         deadlines: how long each phase may take; they rule both sides.
         min_replicas: how many replicas must commit for `publish` to return; None: all that are live when it is called.
         verify: how much of what the engines hold after the transfer is compared with the source before anybody commits. "sample": one
-            run of 1,024 elements of every tensor, another one each version; "full": every byte; "off": nothing. A difference is a
+            run of 256 elements of every tensor, another one each version; "full": every byte; "off": nothing. A difference is a
             DigestMismatch.
         check_finite: whether a NaN or an infinity in the source is a NonFiniteTensor instead of a version.
         token: shared secret of the run, for `tcp://` addresses.

@@ -44,13 +44,13 @@ def copy_out(memory: int, bell: socket.socket, flat: numpy.ndarray[Any, Any], *,
 
 def main() -> None:
     """Serve commands until the other end is closed."""
-    descriptor, address, workload = int(sys.argv[1]), sys.argv[2], cast(Workload, sys.argv[3])
+    descriptor, address, workload, name = int(sys.argv[1]), sys.argv[2], cast(Workload, sys.argv[3]), sys.argv[4]
     assert workload in get_args(Workload), "bench_shm.py starts this process"
     torch.set_num_threads(1)
     held = make_tensors(workload, fill=False)
     nbytes = sum(t.numel() * t.element_size() for t in held.values())
     flat = numpy.zeros(max(nbytes, mmap.PAGESIZE), dtype=numpy.uint8)
-    with socket.socket(fileno=descriptor) as control, Subscriber(MappingLoader(held), address, "bench") as subscriber:
+    with socket.socket(fileno=descriptor) as control, Subscriber(MappingLoader(held), address, name) as subscriber:
         while True:
             data, files, _, _ = socket.recv_fds(control, 1 << 16, 4)
             if not data:

@@ -9,6 +9,7 @@ their medians: the machine's speed drifts, their ratio does not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
@@ -34,6 +35,7 @@ from weightlift.config import Deadlines, ShmConfig, check_int
 from weightlift.errors import TransferTimeout
 from weightlift.observe.report import SyncReport
 from weightlift.sources import MappingSource
+from weightlift.verify.digests import Scope
 
 __all__ = ["BenchShmConfig", "measure", "run"]
 
@@ -46,6 +48,10 @@ class BenchShmConfig:
 
     workload: Workload = "qwen3-0.6b"
     """qwen3-0.6b: 310 tensors, 1.19 GB. moe-20k: 20,000 tensors, 1.0 GB. one-huge: one tensor of 1.5 GB and 50 small ones."""
+    subscribers: int = 1
+    """Engine processes. The limit is measured with the first."""
+    verify: Scope = "sample"
+    """As of Publisher."""
     rounds: int = 7
     """Measured rounds of ours and of the limit, after one warm-up each; medians are compared."""
     slot_bytes: int = ShmConfig().slot_bytes
@@ -57,6 +63,7 @@ class BenchShmConfig:
 
     def __post_init__(self) -> None:
         check_int("rounds", self.rounds, at_least=1)
+        check_int("subscribers", self.subscribers, at_least=1)
         ShmConfig(slot_bytes=self.slot_bytes, slots=self.slots)
 
 
@@ -73,23 +80,25 @@ def run(config: BenchShmConfig) -> int:
 
 
 def measure(config: BenchShmConfig) -> dict[str, Any]:
-    """Everything measured, as plain values: seconds are medians, cpu_s is of both processes per round."""
+    """Everything measured, as plain values: seconds are medians, cpu_s is of all processes per round."""
     torch.set_num_threads(1)
     source = make_tensors(config.workload, fill=True)
     nbytes = sum(t.numel() * t.element_size() for t in source.values())
     address = weightlift.new_address()
-    with _Peer(address, config.workload) as peer:
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(_Peer(address, config.workload, f"bench-{i}")) for i in range(config.subscribers)]
         publisher = weightlift.Publisher(
             MappingSource(source),
             address,
             transport="shm",
             shm=ShmConfig(slot_bytes=config.slot_bytes, slots=config.slots),
             deadlines=Deadlines(announce_s=300.0),
+            verify=config.verify,
         )
         with publisher:
-            publisher.wait_for_peers(1, timeout_s=300.0)
-            ours, cpu, limits = _rounds(config, publisher, peer, source, nbytes)
-        wrong = peer.ask(do="check")
+            publisher.wait_for_peers(config.subscribers, timeout_s=300.0)
+            ours, cpu, limits = _rounds(config, publisher, peers, source, nbytes)
+        wrong = sum(peer.ask(do="check")["wrong"] for peer in peers)
     limit_s = min(statistics.median(seconds) for seconds in limits.values())
     ours_s = statistics.median(report.seconds.total for report in ours)
     middle = min(ours, key=lambda report: abs(report.seconds.total - ours_s))
@@ -101,6 +110,8 @@ def measure(config: BenchShmConfig) -> dict[str, Any]:
         "slot_bytes": config.slot_bytes,
         "slots": config.slots,
         "rounds": config.rounds,
+        "subscribers": config.subscribers,
+        "verify": config.verify,
         "seconds": ours_s,
         "limit_seconds": limit_s,
         "gbps": nbytes / ours_s / 1e9,
@@ -110,7 +121,7 @@ def measure(config: BenchShmConfig) -> dict[str, Any]:
         "limit_cpu_s": statistics.median(cpu["limit"]),
         "shm_bytes": middle.host_bytes_retained,
         "phases": dataclasses.asdict(middle.seconds),
-        "wrong_tensors": wrong["wrong"],
+        "wrong_tensors": wrong,
         "machine": {
             "cores": len(os.sched_getaffinity(0)),
             "processor": platform.processor() or platform.machine(),
@@ -122,7 +133,7 @@ def measure(config: BenchShmConfig) -> dict[str, Any]:
 
 
 def _rounds(
-    config: BenchShmConfig, publisher: weightlift.Publisher, peer: _Peer, source: dict[str, torch.Tensor], nbytes: int
+    config: BenchShmConfig, publisher: weightlift.Publisher, peers: list[_Peer], source: dict[str, torch.Tensor], nbytes: int
 ) -> tuple[list[SyncReport], dict[str, list[float]], dict[tuple[int, int], list[float]]]:
     """Ours and the limit in turn; the first of each is a warm-up."""
     flat = numpy.zeros(max(nbytes, mmap.PAGESIZE), dtype=numpy.uint8)
@@ -131,16 +142,17 @@ def _rounds(
     limits: dict[tuple[int, int], list[float]] = {shape: [] for shape in _LIMIT_SLOTS}
     for number in range(config.rounds + 1):
         next(iter(source.values())).view(-1)[0] = number
-        peer.tell(do="pull")
+        for peer in peers:
+            peer.tell(do="pull")
         start = time.process_time()
         report = publisher.publish(number)
         own_cpu = time.process_time() - start
-        peers_cpu = peer.hear()["cpu_s"]
+        peers_cpu = sum(peer.hear()["cpu_s"] for peer in peers)
         if number:
             ours.append(report)
             cpu["ours"].append(own_cpu + peers_cpu)
         for shape in _LIMIT_SLOTS:
-            seconds, cpu_s = _limit(peer, flat, *shape)
+            seconds, cpu_s = _limit(peers[0], flat, *shape)
             if number:
                 limits[shape].append(seconds)
                 cpu["limit"].append(cpu_s)
@@ -176,10 +188,10 @@ def _limit(peer: _Peer, flat: numpy.ndarray[Any, Any], slots: int, slot_bytes: i
 class _Peer:
     """The other process: bench_peer.py, spoken to by JSON lines over a socket that can carry open files."""
 
-    def __init__(self, address: str, workload: Workload) -> None:
+    def __init__(self, address: str, workload: Workload, name: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(600.0)
-        command = [sys.executable, "-m", "weightlift.cli.bench_peer", str(theirs.fileno()), address, workload]
+        command = [sys.executable, "-m", "weightlift.cli.bench_peer", str(theirs.fileno()), address, workload, name]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
 

@@ -9,7 +9,7 @@ it streams: its tensors are gone afterwards, so for the values in an error it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import numpy
@@ -20,13 +20,15 @@ from weightlift.protocol.manifest import ITEM_BYTES
 from weightlift.protocol.messages import Dispute, Evidence, PeerId, Ready, Released
 from weightlift.protocol.plan import Plan
 from weightlift.tensors import dtype_name, torch_dtype
-from weightlift.verify.digests import DIGEST_BYTES, Algorithm, Probe, Scope, digests
+from weightlift.verify.digests import DIGEST_BYTES, Algorithm, Probe, Probes, Scope, digests
 from weightlift.verify.proof import block_digests
 
 __all__ = ["Auditor"]
 
 _Holding: TypeAlias = tuple[int, torch.dtype]
 """One live tensor of a peer: entry in the manifest, dtype in which it is held."""
+_Held: TypeAlias = tuple[tuple[int, tuple[str, ...]], ...]
+"""Ready.held: what is not held as it was sent. Empty for most peers, and the same for all engines of one kind."""
 
 BLOCK_ELEMENTS: Final = 1024
 MOST_BLOCKS: Final = 1 << 17
@@ -51,10 +53,10 @@ class Auditor:
             (n, torch_dtype(e.dtype)) for n, e in enumerate(plan.manifest.entries) if n in self._position and e.elements
         )
         self._tensors: Sequence[torch.Tensor] | None = None
-        self._probes: dict[_Holding, Probe] = {}
+        self._probes: dict[_Held, Probes] = {}
         self._streamed: dict[_Holding, bytes] = {}
-        self._holdings: dict[PeerId, tuple[_Holding, ...]] = {}
-        self._expected: dict[tuple[_Holding, ...], bytes] = {}
+        self._held: dict[PeerId, _Held] = {}
+        self._expected: dict[_Held, bytes] = {}
         self._asked: dict[PeerId, Dispute] = {}
         self._version = -1
 
@@ -62,49 +64,55 @@ class Auditor:
         """A round begins. `tensors`: those of a stable source, the same object as long as nothing moved; None of a streaming one."""
         if tensors is not self._tensors:
             self._probes.clear()
+            self.algorithm = "lanes" if tensors and any(tensor.device.type != "cpu" for tensor in tensors) else "xxh3"
         self._tensors = tensors
         self._version = version
-        self.algorithm = "lanes" if tensors and any(tensor.device.type != "cpu" for tensor in tensors) else "xxh3"
-        for kept in (self._streamed, self._holdings, self._expected, self._asked):
+        for kept in (self._streamed, self._held, self._expected, self._asked):
             kept.clear()
 
     def look(self, entry: int, tensor: torch.Tensor) -> None:
         """A streaming source yields the tensor of an entry."""
-        wanted = {holding for holdings in self._holdings.values() for holding in holdings if holding[0] == entry}
-        for holding in wanted:
-            self._streamed[holding] = digests([self._probe(holding, tensor)], self.algorithm, self.scope, self._version)
+        for held in set(self._held.values()):
+            for name in dict(held).get(entry, (self._plan.manifest.entries[entry].dtype,)):
+                holding = entry, torch_dtype(name)
+                if holding not in self._streamed:
+                    self._streamed[holding] = digests([self._probe(holding, tensor)], self.algorithm, self.scope, self._version)
 
     def settle(self) -> None:
         """The transfer is over: read what the peers are reading now, too."""
-        for holdings in set(self._holdings.values()):
-            self._expect(holdings)
+        for held in set(self._held.values()):
+            self._expect(held)
 
     def expect(self, peer: PeerId, frame: Ready) -> None:
         """See Audit."""
-        self._holdings[peer] = self._default if not frame.held else tuple(self._held(dict(frame.held)))
+        sent = {number for number, _ in self._default}
+        for number, names in frame.held:
+            if number not in sent or not names or set(names) - set(ITEM_BYTES):
+                raise RemoteProtocolError(f"Ready speaks of entry {number}, which carries no bytes, or says nothing of it")
+        self._held[peer] = frame.held
 
-    def _held(self, held: Mapping[int, tuple[str, ...]]) -> list[_Holding]:
-        wrong = {number for number, names in held.items() if not names or set(names) - set(ITEM_BYTES)}
-        wrong |= set(held) - {number for number, _ in self._default}
-        if wrong:
-            raise RemoteProtocolError(f"Ready speaks of entry {min(wrong)}, which carries no bytes, or says nothing of it")
+    def _holdings(self, held: _Held) -> Sequence[_Holding]:
+        """Every live tensor of a peer, in the order of its digests."""
+        if not held:
+            return self._default
+        other = dict(held)
         return [
             (number, torch_dtype(name))
             for number, dtype in self._default
-            for name in held.get(number, (dtype_name(dtype),))
+            for name in other.get(number, (dtype_name(dtype),))
         ]  # fmt: skip
 
     def examine(self, peer: PeerId, frame: Released) -> tuple[Dispute, DigestMismatch] | None:
         """See Audit."""
-        holdings = self._holdings.get(peer, self._default)
-        expected = self._expect(holdings)
+        held = self._held.get(peer, ())
+        expected = self._expect(held)
         if frame.digests == expected:
             return None
         if len(frame.digests) != len(expected):
             raise RemoteProtocolError(f"Released carries {len(frame.digests)} bytes of digests, expected {len(expected)}")
         words = (numpy.frombuffer(data, dtype=">u8") for data in (frame.digests, expected))
         differ = numpy.flatnonzero(numpy.not_equal(*words))
-        at = int(differ[0])
+        at, holdings = int(differ[0]), self._holdings(held)
         number, dtype = holdings[at]
         entry = self._plan.manifest.entries[number]
         error = DigestMismatch(
@@ -124,7 +132,7 @@ class Auditor:
         """See Audit."""
         asked = self._asked[peer]
         entry = self._plan.manifest.entries[asked.entry]
-        held = [dtype for number, dtype in self._holdings.get(peer, self._default) if number == asked.entry][asked.copy]
+        held = [dtype for number, dtype in self._holdings(self._held.get(peer, ())) if number == asked.entry][asked.copy]
         if frame.start < 0:
             return DigestMismatch(
                 f"{entry.name} had other bytes in {peer} than in the trainer, and no longer has: somebody writes it during the sync",
@@ -139,24 +147,25 @@ class Auditor:
         theirs = torch.frombuffer(bytearray(frame.data), dtype=held)
         return _mismatch(entry.name, entry.shape, str(peer), frame.start, mine, theirs)
 
-    def _expect(self, holdings: tuple[_Holding, ...]) -> bytes:
-        """The digests that a peer with these holdings should report."""
-        known = self._expected.get(holdings)
+    def _expect(self, held: _Held) -> bytes:
+        """The digests that a peer should report that holds its tensors in this way."""
+        known = self._expected.get(held)
         if known is None:
             if self._tensors is None:
-                known = b"".join(self._streamed.get(holding, bytes(DIGEST_BYTES)) for holding in holdings)
+                known = b"".join(self._streamed.get(holding, bytes(DIGEST_BYTES)) for holding in self._holdings(held))
             else:
-                probes = [self._kept(holding) for holding in holdings]
-                known = digests(probes, self.algorithm, self.scope, self._version)
-            self._expected[holdings] = known
+                known = self._kept(held).digests(self.algorithm, self.scope, self._version)
+            self._expected[held] = known
         return known
 
-    def _kept(self, holding: _Holding) -> Probe:
+    def _kept(self, held: _Held) -> Probes:
         assert self._tensors is not None, "asked of a stable source only"
-        probe = self._probes.get(holding)
-        if probe is None:
-            probe = self._probes[holding] = self._probe(holding, self._tensors[self._position[holding[0]]])
-        return probe
+        probes = self._probes.get(held)
+        if probes is None:
+            tensors = self._tensors
+            made = (self._probe(holding, tensors[self._position[holding[0]]]) for holding in self._holdings(held))
+            probes = self._probes[held] = Probes(made)
+        return probes
 
     def _probe(self, holding: _Holding, tensor: torch.Tensor) -> Probe:
         return Probe(tensor, holding[1], via=torch_dtype(self._plan.manifest.entries[holding[0]].dtype))

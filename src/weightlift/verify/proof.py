@@ -14,7 +14,7 @@ from weightlift.errors import LoaderError, RemoteProtocolError
 from weightlift.protocol.messages import Announce, Dispute, Evidence
 from weightlift.protocol.plan import Plan
 from weightlift.tensors import dtype_name
-from weightlift.verify.digests import DIGEST_BYTES, Probe, digests
+from weightlift.verify.digests import DIGEST_BYTES, Probe, Probes
 
 __all__ = ["Proof", "block_digests"]
 
@@ -42,6 +42,7 @@ class Proof:
             if names != (entry.dtype,):
                 held[number] = names
         self.held = tuple(held.items())
+        self._all = Probes(probe for probes in self._probes.values() for probe in probes)
 
     @classmethod
     def of(cls, plan: Plan, live: Mapping[str, Sequence[torch.Tensor]], last: Proof | None) -> Proof:
@@ -50,7 +51,7 @@ class Proof:
 
     def digests(self, offer: Announce) -> bytes:
         """The digests of all live tensors, as the announcement asks for."""
-        return digests((p for probes in self._probes.values() for p in probes), offer.digest, offer.verify, offer.version)
+        return self._all.digests(offer.digest, offer.verify, offer.version)
 
     def evidence(self, dispute: Dispute) -> Evidence:
         """The first block of the disputed tensor that is not as the trainer has it."""
