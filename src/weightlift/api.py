@@ -154,7 +154,9 @@ class Publisher:
         self._driver.wait_until(lambda: True, 0.0, lambda: "")
         members = self._reception.roster.members()
         if not members and self._min_replicas != 0:
-            raise PeerLost("no subscriber is connected", version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
+            gone = self._reception.absent()
+            message = f"no subscriber is connected{' any more: ' + gone if gone else ''}"
+            raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
         choice = registry.choose(self._transport, peer_pids=[c.hello.pid for c in self._reception.roster.connected()])
         delivery = self._delivery(version, choice.name, watch)
         outcome = self._driver.run(delivery)

@@ -1,5 +1,7 @@
 """Clients that speak garbage, another protocol, too much, or out of turn: refused and logged, the round goes on for the others."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,3 +152,34 @@ def test_a_frame_without_a_handshake_is_refused_in_the_middle_of_a_round(
         stop.set()
         thread.join()
     assert any(isinstance(event, FrameRefused) for event in seen)
+
+
+FLOOD = """
+import socket, sys, zmq
+import torch
+from weightlift import Publisher, Subscriber, new_address
+from weightlift.loaders import MappingLoader
+from weightlift.sources import MappingSource
+from weightlift.transports.endpoint import parse_address
+
+address = new_address()
+path = parse_address(address).zmq.removeprefix("ipc://")
+with Publisher(MappingSource({"w": torch.ones(4)}), address) as publisher:
+    for knock in range(3000):  # the trainer trains: nobody polls
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            stranger.sendall(b"GET / HTTP/1.1" * 5 if knock % 2 else bytes(10))
+    with Subscriber(MappingLoader({"w": torch.zeros(4)}), address, "engine") as engine:
+        publisher.wait_for_peers(1, timeout_s=30)
+        import threading
+        pulling = threading.Thread(target=engine.pull, args=(30,))
+        pulling.start()
+        print(publisher.publish(1).replicas)
+        pulling.join()
+"""
+
+
+def test_three_thousand_strangers_while_nobody_polls_do_not_stop_the_publisher() -> None:
+    """In a process of its own: what this guards against holds the interpreter lock for ever."""
+    done = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "{'engine': 1}\n"), done.stderr

@@ -69,10 +69,13 @@ def test_a_peer_without_the_right_key_is_refused_on_both_sides(server: bool, cli
             Subscriber(MappingLoader(tagged(-1)), address, "bad", **wrong) as bad,
         ):
             publisher.wait_for_peers(1, timeout_s=20)
-            until(lambda: any(isinstance(e, FrameRefused) and FAILED in e.reason for e in seen), publisher)
-            with pytest.raises(RemoteProtocolError, match="the security handshake failed") as refused:
-                bad.pull(timeout_s=10)
-            assert "CurveKeys" in refused.value.remedy
+            if server:  # a client that finds it out first has closed before the publisher could look
+                until(lambda: any(isinstance(e, FrameRefused) and FAILED in e.reason for e in seen), publisher)
+            # Who is refused for its key learns only that the connection was closed: libzmq tells it nothing.
+            with pytest.raises(
+                (RemoteProtocolError, TransferTimeout), match=r"in its handshake|security handshake failed"
+            ) as refused:
+                bad.pull(timeout_s=3)
             # Whichever side finds it out first closes the connection: the other one only knows that it was closed.
             logged = [event.reason for event in seen if isinstance(event, FrameRefused)]
             assert any(text in words for words in [*logged, refused.value.message])

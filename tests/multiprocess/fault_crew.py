@@ -33,8 +33,8 @@ from weightlift.transports.endpoint import parse_address
 BUCKETS = 8
 SLOT_BYTES = 16 * 16 * 2
 """One tensor of float16 or bfloat16 fills one bucket."""
-DEADLINES = Deadlines(announce_s=1.5, prepare_s=1.5, transfer_s=1.5, release_s=1.5, commit_s=1.5, cause_s=1.0)
-BOUND_S = 15.0
+DEADLINES = Deadlines(announce_s=2.5, prepare_s=2.5, transfer_s=2.5, release_s=2.5, commit_s=2.5, cause_s=1.5)
+BOUND_S = 25.0
 """Whatever happens, a survivor answers within this time."""
 Answer: TypeAlias = dict[str, Any]
 

@@ -17,8 +17,8 @@ from weightlift.testing.pair import Outcome, pair
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("nothing_left")]
 
 BUCKETS = 8
-SHORT = Deadlines(announce_s=1.0, prepare_s=1.0, transfer_s=1.0, release_s=1.0, commit_s=1.0, cause_s=0.5)
-STALL_S = 3.0
+SHORT = Deadlines(announce_s=2.0, prepare_s=2.0, transfer_s=2.0, release_s=2.0, commit_s=2.0, cause_s=1.0)
+STALL_S = 4.5
 """Longer than the publisher waits, shorter than the pull of the others."""
 VICTIM = "engine-0"
 COMMIT_STALLS = "commit stop"
@@ -85,7 +85,7 @@ def struck(kind: str, count: int, strike: Callable[[Keeping, FaultySource], None
         for tensor in sent.values():
             tensor.fill_(2.0)
         strike(loaders[VICTIM], source)
-        outcome = ends.sync(2, timeout_s=10.0)
+        outcome = ends.sync(2, timeout_s=20.0)
         serves = {name: serving(subscriber, held[name]) for name, subscriber in zip(held, ends.subscribers, strict=True)}
         assert (ends.publisher.version == 2) == ("new" in serves.values()) or kind == COMMIT_STALLS
         loaders[VICTIM].keep = None

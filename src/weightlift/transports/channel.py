@@ -87,6 +87,7 @@ class _Channel:
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._pidfds: dict[bytes, int] = {}
+        self.closed_in_handshake = False
         self._open()
 
     def _open(self) -> None:
@@ -97,16 +98,30 @@ class _Channel:
             socket.setsockopt(zmq.HEARTBEAT_IVL, int(_HEARTBEAT_S * 1000))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_HEARTBEAT_TIMEOUT_S * 1000))
         self._socket = socket
-        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
+        self._monitor = self._watch_connections(socket)
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _watch_connections(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """A socket that tells of closed connections and failed handshakes.
+
+        Not pyzmq's `get_monitor_socket`: with its limit on unread events, libzmq's I/O thread would stand still, and every frame with
+        it, when strangers knock a thousand times while the trainer trains and nobody polls.
+        """
+        name = f"inproc://monitor-{socket.underlying}"
+        socket.monitor(name, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | HANDSHAKE_FAILURES)
+        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.connect(name)
+        return monitor
 
     def _shut(self) -> None:
         for key in list(self._pidfds):
             self.unwatch(key)
         self._poller.unregister(self._socket)
         self._poller.unregister(self._monitor)
-        self._socket.disable_monitor()
+        self._socket.monitor(None, 0)
         self._monitor.close(linger=0)
         self._socket.close()
 
@@ -140,6 +155,8 @@ class _Channel:
             if event & HANDSHAKE_FAILURES:
                 text = failure_text(event, int(message["value"]))
                 barred.append(Barred(RemoteProtocolError(f"the security handshake failed: {text}", remedy=_CURVE_REMEDY)))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self.closed_in_handshake = True
             else:
                 count += 1
         return count, barred

@@ -19,9 +19,8 @@ from weightlift.errors import ConfigError
 __all__ = ["HANDSHAKE_FAILURES", "CurveKeys", "check_public_key", "failure_text"]
 
 _KEY_CHARACTERS: Final = 40
-HANDSHAKE_FAILURES: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+HANDSHAKE_FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""Both sides are there and do not agree. Not among them: a connection that was closed in its handshake, which has many reasons."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,4 +59,4 @@ def failure_text(event: int, value: int) -> str:
         return "one side uses CURVE and the other does not"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
         return "the peer was given another publisher's public key"
-    return "the connection ended in the handshake (another public key, or not a weightlift)"
+    return f"the other side is no weightlift, or another one (libzmq's code {value:#x})"

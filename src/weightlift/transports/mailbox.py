@@ -82,6 +82,8 @@ class Mailbox:
                 return offer
             if offer is None and left_s <= 0 and not arrived:
                 state = "a publisher is connected" if self.welcome is not None else "no publisher answered"
+                if self.welcome is None and self._channel.closed_in_handshake:
+                    state += ", a connection was closed in its handshake (is curve= the public key of this publisher?)"
                 raise TransferTimeout(
                     f"no round was announced within {asked_s} s; {state}",
                     phase=str(Phase.ANNOUNCE),

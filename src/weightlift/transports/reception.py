@@ -46,6 +46,7 @@ class Reception:
     def __init__(self, endpoint: Endpoint, *, token: str, curve: CurveKeys | None, sink: Sink | None) -> None:
         self._channel = ServerChannel(endpoint, curve)
         self._sink = sink
+        self._departed: dict[PeerId, str] = {}
         welcome = Welcome(
             round=0,
             version=-1,
@@ -63,6 +64,10 @@ class Reception:
         for arrival in self._channel.poll(timeout_s):
             found += self._sort(arrival)
         return found
+
+    def absent(self) -> str:
+        """Who was here and is gone, for a message; empty if nobody was."""
+        return ", ".join(f"{peer}: {reason}" for peer, reason in list(self._departed.items())[-8:])
 
     def send(self, peer: PeerId, frame: Frame) -> Left | None:
         """Send a frame; Left if the peer cannot be reached any more."""
@@ -106,6 +111,7 @@ class Reception:
             return found
         fields = {name: getattr(hello, name) for name in ("peer", "replica", "rank", "size", "pid", "serves")}
         emit(self._sink, "roster", PeerJoined(**fields))
+        self._departed.pop(peer, None)
         if not self._channel.watch(key, hello.pid, hello.host):
             found.append(self._leave(peer, "its process has ended"))
         return found
@@ -121,6 +127,7 @@ class Reception:
         if key is not None:
             self._channel.unwatch(key)
             self.roster.remove(key)
+            self._departed[peer] = reason
             emit(self._sink, "roster", PeerLeft(peer=peer, reason=reason))
         return Left(peer, PeerLost(f"peer {peer} is gone: {reason}", peer=peer))
 

@@ -6,24 +6,25 @@ plans, who compares.
 A digest is taken over the bytes of a tensor's elements in row-major order, in one dtype, so strides, devices and padding do not matter.
 
     xxh3    the 64-bit xxh3 of those bytes. One pass in one thread; for tensors in host memory.
-    lanes   for devices, where a serial hash cannot run: every 8-byte word w at position i of a piece of 2^20 elements becomes
-            mix(w + key[i]), the words of a piece are added modulo 2^64, the pieces are folded in order. `mix` is the finaliser of
+    lanes   for devices, where a serial hash cannot run: every 8-byte word w at position i of a chunk becomes mix(w + key[i]),
+            the words of a chunk are added modulo 2^64, the chunks are folded in order (2^20 elements are cut into chunks of at most
+            2^20 words; a last word of fewer than 8 bytes is padded with zeros and is a chunk of its own). `mix` is the finaliser of
             splitmix64 (Steele, Lea, Flood 2014), a bijection in which every bit of w reaches every bit of the sum: two flipped sign
             bits do not cancel, and swapped words do not, because each position has its own key. key[i] is mix of i, times a constant.
-            The same few elementwise kernels give the same 8 bytes on every device. A last word of fewer than 8 bytes is padded with
-            zeros; the number of bytes is folded in at the end.
+            The same few elementwise kernels give the same 8 bytes on every device. The number of bytes is folded in at the end.
 
 Neither is meant to stop an attacker who can choose weights: they find faults.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias
 
 import torch
 import xxhash
+
+from weightlift.verify.lanes import GOLDEN, MASK, Lanes, fold, mix
 
 __all__ = ["DIGEST_BYTES", "Algorithm", "Probe", "Probes", "Scope", "Span", "digests", "span"]
 
@@ -37,8 +38,6 @@ SAMPLE_ELEMENTS: Final = 256
 """Elements of the run that a sample of one tensor is."""
 CHUNK_ELEMENTS: Final = 1 << 20
 """Tensors are read in pieces of this size. Part of what `lanes` means."""
-_CHUNK_WORDS: Final = 1 << 20
-_MASK: Final = (1 << 64) - 1
 
 
 def span(count: int, scope: Scope, version: int) -> Span:
@@ -51,14 +50,14 @@ def span(count: int, scope: Scope, version: int) -> Span:
     if scope == "full" or count <= SAMPLE_ELEMENTS:
         return (0, count)
     # Mixed, not counted up: whoever publishes every tenth version must not see the same run each time.
-    run = _mix((version * _GOLDEN + count) & _MASK) % -(-count // SAMPLE_ELEMENTS)
+    run = mix((version * GOLDEN + count) & MASK) % -(-count // SAMPLE_ELEMENTS)
     return (run * SAMPLE_ELEMENTS, min((run + 1) * SAMPLE_ELEMENTS, count))
 
 
 class Probe:
     """One tensor as a sequence of elements in one dtype, to be looked at in round after round while its storage stays where it is."""
 
-    __slots__ = ("_via", "count", "dtype", "memory", "tensor")
+    __slots__ = ("_bytes", "_via", "count", "dtype", "memory", "tensor")
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, *, via: torch.dtype | None = None) -> None:
         """`via`: the dtype that the elements were rounded to on their way from the tensor's dtype to `dtype`."""
@@ -66,10 +65,10 @@ class Probe:
         self.dtype = dtype
         self.count = tensor.numel()
         self._via = dtype if via is None else via
-        plain = {tensor.dtype, self._via} == {dtype} and tensor.is_contiguous() and not _lazy(tensor)
-        plain = plain and tensor.device.type == "cpu"
-        # Made once: for many small tensors, making the view costs ten times the hashing.
-        self.memory = _memory(_flat(self.tensor)) if plain and self.count else None
+        plain = {tensor.dtype, self._via} == {dtype} and tensor.is_contiguous() and not _lazy(tensor) and self.count
+        # Made once: for many small tensors, making the views costs ten times the hashing.
+        self._bytes = _flat(self.tensor).view(torch.uint8) if plain else None
+        self.memory = self._bytes.numpy().data if self._bytes is not None and tensor.device.type == "cpu" else None
 
     def xxh3(self, where: Span) -> bytes:
         """The xxh3 of the span's bytes."""
@@ -78,13 +77,15 @@ class Probe:
             return xxhash.xxh3_64_digest(self.memory[where[0] * item : where[1] * item])
         state = xxhash.xxh3_64()
         for run in self.runs(where):
-            state.update(_memory(run.cpu()))
+            state.update(run.cpu().numpy().data)
         return state.digest()
 
     def runs(self, where: Span) -> Iterator[torch.Tensor]:
-        """The elements of the span, cast, in pieces: extra memory stays within one piece."""
+        """The bytes of the span's elements, cast, in pieces: extra memory stays within one piece."""
+        item = self.dtype.itemsize
         for at in range(*where, CHUNK_ELEMENTS):
-            yield self.elements(at, min(at + CHUNK_ELEMENTS, where[1]))
+            stop = min(at + CHUNK_ELEMENTS, where[1])
+            yield self.elements(at, stop).view(torch.uint8) if self._bytes is None else self._bytes[at * item : stop * item]
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) in row-major order, cast, 1-D and contiguous; a view where that is possible."""
@@ -103,11 +104,6 @@ class Probe:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in one dimension. Not `view(-1)`: that keeps the odd stride which a dimension of size 1 may have."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _memory(run: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D tensor in host memory."""
-    return run.view(torch.uint8).numpy().data
 
 
 def _lazy(tensor: torch.Tensor) -> bool:
@@ -147,72 +143,13 @@ def digests(probes: Iterable[Probe], algorithm: Algorithm, scope: Scope, version
     return Probes(probes).digests(algorithm, scope, version)
 
 
-def _lanes(probes: Iterable[Probe], scope: Scope, version: int) -> bytes:
-    """With one transfer from the device for all of them."""
-    sums: list[torch.Tensor] = []
-    counts: list[tuple[int, int]] = []  # of each digest: how many sums, how many bytes
+def _lanes(probes: Sequence[Probe], scope: Scope, version: int) -> bytes:
+    lanes, sizes = Lanes(), list[tuple[int, int]]()  # of each probe: how many runs, how many bytes
     for probe in probes:
-        before, nbytes = len(sums), 0
-        for run in probe.runs(span(probe.count, scope, version)):
-            flat = run.view(torch.uint8)
-            nbytes += flat.numel()
-            sums += _lane_sums(flat)
-        counts.append((len(sums) - before, nbytes))
-    flat_sums = iter(torch.stack(sums).tolist() if sums else [])
-    return b"".join(_fold([next(flat_sums) for _ in range(count)], nbytes) for count, nbytes in counts)
-
-
-# --- lanes ----------------------------------------------------------------------------------------------------------------------
-
-_M1: Final = 0xBF58476D1CE4E5B9
-_M2: Final = 0x94D049BB133111EB
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _mix(word: int) -> int:
-    """The finaliser of splitmix64, on an int below 2^64."""
-    word = ((word ^ (word >> 30)) * _M1) & _MASK
-    word = ((word ^ (word >> 27)) * _M2) & _MASK
-    return word ^ (word >> 31)
-
-
-def _mix_lanes(words: torch.Tensor) -> torch.Tensor:
-    """`_mix` of every word, in place. int64 wraps on every device; >> keeps the sign, so the bits that come in are masked off."""
-    for shift, factor in ((30, _M1), (27, _M2), (31, 0)):
-        words ^= (words >> shift) & ((1 << (64 - shift)) - 1)
-        if factor:
-            words *= _signed(factor)
-    return words
-
-
-@functools.lru_cache(maxsize=16)
-def _keys(device: torch.device) -> torch.Tensor:
-    return _mix_lanes(torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN))
-
-
-def _lane_sums(flat: torch.Tensor) -> list[torch.Tensor]:
-    """One int64 scalar on the device for each chunk of a run of bytes."""
-    whole = flat.numel() // 8 * 8
-    parts = [flat[:whole].clone() if flat.storage_offset() % 8 else flat[:whole]] if whole else []
-    if whole != flat.numel():
-        tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
-        tail[: flat.numel() - whole] = flat[whole:]
-        parts.append(tail)
-    keys = _keys(flat.device)
-    return [
-        _mix_lanes(words + keys[: words.numel()]).sum()
-        for part in parts
-        for words in torch.split(part.view(torch.int64), _CHUNK_WORDS)
-    ]
-
-
-def _fold(sums: Iterable[int], nbytes: int) -> bytes:
-    state = nbytes
-    for value in sums:
-        state = _mix((state * _GOLDEN + (value & _MASK)) & _MASK)
-    return _mix(state ^ nbytes).to_bytes(DIGEST_BYTES, "big")
+        runs = list(probe.runs(span(probe.count, scope, version)))
+        for run in runs:
+            lanes.add(run)
+        sizes.append((len(runs), sum(run.numel() for run in runs)))
+    sums = iter(lanes.sums())
+    found = (fold((value for _ in range(count) for value in next(sums)), nbytes) for count, nbytes in sizes)
+    return b"".join(digest.to_bytes(DIGEST_BYTES, "big") for digest in found)
