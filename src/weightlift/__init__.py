@@ -3,6 +3,8 @@
 A trainer process holds a `Publisher`, every engine worker a `Subscriber`; both get the address from `new_address()`.
 """
 
+import logging
+
 from weightlift.api import Publisher, State, Subscriber
 from weightlift.config import Deadlines, ShmConfig
 from weightlift.errors import (
@@ -46,5 +48,7 @@ __all__ = [
     "TornWeights",
     "__version__",
 ]
+
+logging.getLogger("weightlift").addHandler(logging.NullHandler())
 
 __version__ = "0.1.0.dev0"

@@ -7,6 +7,7 @@ on the other side `Subscriber.pull` -> `transports.follower.Follower.pull` -> `p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import os
@@ -16,7 +17,7 @@ from typing import Self, get_args
 
 import torch
 
-from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, env
+from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, check_text, env
 from weightlift.errors import ConfigError, LocalProtocolError, PeerLost, SourceError, TornWeights, WeightliftError
 from weightlift.loaders.base import Loader
 from weightlift.observe.events import PeerFenced, RoundEnded, Sink, emit
@@ -57,7 +58,7 @@ class Publisher:
     Args:
         source: where the tensors come from.
         address: from `new_address()`; handed to the subscribers as a string.
-        transport: "auto", or the name of a registered transport.
+        transport: "auto", or the name of a registered transport; None takes WEIGHTLIFT_TRANSPORT, or else "auto".
         deadlines: how long each phase may take; they rule both sides.
         min_replicas: how many replicas must commit for `publish` to return; None: all that are live when it is called.
         verify: how much of what the engines hold after the transfer is compared with the source before anybody commits. "sample": one
@@ -77,7 +78,7 @@ class Publisher:
         source: Source,
         address: str,
         *,
-        transport: str = "auto",
+        transport: str | None = None,
         deadlines: Deadlines | None = None,
         min_replicas: int | None = None,
         verify: Scope = "sample",
@@ -92,9 +93,10 @@ class Publisher:
         if verify not in get_args(Scope):
             raise ConfigError(f"verify must be off, sample or full, got {verify!r}")
         self._verify, self._check_finite = verify, bool(check_finite)
+        check_text("token", token)
         self._source = source
         self._endpoint = parse_address(address)
-        self._transport = env("TRANSPORT", "auto") if transport == "auto" else transport
+        self._transport = env("TRANSPORT", "auto") if transport is None else transport
         if self._transport != "auto":
             registry.resolve(self._transport)
         self._limits = Limits(**dataclasses.asdict(deadlines or Deadlines()))
@@ -157,10 +159,20 @@ class Publisher:
             gone = self._reception.absent()
             message = f"no subscriber is connected{' any more: ' + gone if gone else ''}"
             raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
-        choice = registry.choose(self._transport, peer_pids=[c.hello.pid for c in self._reception.roster.connected()])
+        replicas = len({member.replica for member in members})
+        if self._min_replicas is not None and self._min_replicas > replicas:
+            message = f"min_replicas is {self._min_replicas}, and {replicas} replicas are connected with all their ranks"
+            raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="wait_for_peers() first, or a smaller min_replicas.")
+        choice = registry.choose(self._transport, peers=[(c.hello.host, c.hello.pid) for c in self._reception.roster.connected()])
         delivery = self._delivery(version, choice.name, watch)
-        outcome = self._driver.run(delivery)
-        delivery.sender.settle()
+        try:
+            outcome = self._driver.run(delivery)
+        finally:
+            if self._driver.committed:  # also when the round was interrupted in the middle of its commits
+                self._version = version
+            delivery.sender.settle()
+            if self._packer is not None:
+                self._packer.end()
         return self._conclude(outcome, delivery, choice.reason)
 
     def _delivery(self, version: int, transport: str, watch: StopWatch) -> Delivery:
@@ -221,7 +233,7 @@ class Publisher:
         report = summary.of_round(outcome, delivery, reason)
         for replica, error in fenced.items():
             emit(self._sink, "round", PeerFenced(replica=replica, version=outcome.version, error=str(error)))
-        if committed or report.committed:
+        if committed:
             self._version = outcome.version
         failure = None if report.committed else outcome.first_error
         event = RoundEnded(
@@ -256,14 +268,12 @@ class Publisher:
         if not self._open:
             return
         self._open = False
-        self._reception.close("the publisher was closed")
-        for reader in (self._packer, self._auditor):
-            if reader is not None:
-                reader.close()
-        for sender in self._senders.values():
-            sender.close()
-        if self._directory is not None:
-            self._directory.close()
+        parts = (self._directory, *self._senders.values(), self._auditor, self._packer)
+        with contextlib.ExitStack() as stack:  # every part is closed, whatever one of them raises
+            for part in parts:
+                if part is not None:
+                    stack.callback(part.close)
+            stack.callback(self._reception.close, "the publisher was closed")
 
     def __enter__(self) -> Self:
         return self
@@ -302,8 +312,9 @@ class Subscriber:
     ) -> None:
         if curve is not None:
             check_public_key("curve", curve)
-        if type(name) is not str or not name:
-            raise ConfigError(f"name must be a non-empty string, got {name!r}")
+        check_text("name", name, empty=False)
+        check_text("token", token)
+        check_text("replica", replica)
         check_int("size", size, at_least=1)
         check_int("rank", rank, at_least=0)
         if rank >= size:
@@ -313,7 +324,12 @@ class Subscriber:
         self._incarnation = secrets.token_hex(8)
         self._session = SubscriberSession()
         self._directory = _hold(self._endpoint)
-        self._mailbox = Mailbox(self._endpoint, self._hello, curve=curve, sink=sink)
+        try:
+            self._mailbox = Mailbox(self._endpoint, self._hello, curve=curve, sink=sink)
+        except BaseException:
+            if self._directory is not None:
+                self._directory.close()
+            raise
         self._follower = Follower(self._mailbox, self._session, loader, peer=name)
         self._open = True
 
@@ -324,7 +340,8 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds completely; None before the first sync and when TORN."""
+        """The version that the engine holds completely; None before the first sync and when TORN. While a round is under way
+        (`state` UPDATING) it is the one before: what may be generated with, `ensure_serving` says."""
         return self._session.serves
 
     @property
@@ -381,10 +398,11 @@ class Subscriber:
         if not self._open:
             return
         self._open = False
-        self._mailbox.close(Goodbye(round=0, version=-1, reason="the subscriber was closed"))
-        self._follower.close()
-        if self._directory is not None:
-            self._directory.close()
+        with contextlib.ExitStack() as stack:  # every part is closed, whatever one of them raises
+            if self._directory is not None:
+                stack.callback(self._directory.close)
+            stack.callback(self._follower.close)
+            stack.callback(self._mailbox.close, Goodbye(round=0, version=-1, reason="the subscriber was closed"))
 
     def __enter__(self) -> Self:
         return self

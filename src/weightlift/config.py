@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from weightlift.errors import ConfigError
 
-__all__ = ["Deadlines", "ShmConfig", "check_int", "check_seconds", "env", "from_mapping"]
+__all__ = ["Deadlines", "ShmConfig", "check_int", "check_seconds", "check_text", "env", "from_mapping"]
 
 _T = TypeVar("_T")
+_MOST_SLOTS = 128
+"""One doorbell frame a slot may wait unread; more than the socket's buffer holds would look like a reader that does not read."""
 
 
 def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
@@ -30,6 +32,15 @@ def check_int(name: str, value: object, *, at_least: int) -> None:
     """Raise ConfigError unless value is an int of at least `at_least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+
+
+def check_text(name: str, value: object, *, empty: bool = True) -> None:
+    """Raise ConfigError unless value is a string, and not an empty one unless that is allowed. The value is shown by its type only
+    where it may be a secret."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, got {type(value).__name__}")
+    if not value and not empty:
+        raise ConfigError(f"{name} must be a non-empty string, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +81,8 @@ class ShmConfig:
     def __post_init__(self) -> None:
         check_int("ShmConfig.slot_bytes", self.slot_bytes, at_least=16)
         check_int("ShmConfig.slots", self.slots, at_least=1)
+        if self.slots > _MOST_SLOTS:
+            raise ConfigError(f"ShmConfig.slots must be at most {_MOST_SLOTS}, got {self.slots}")
 
 
 def from_mapping(cls: type[_T], values: dict[str, Any]) -> _T:

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from typing import Final
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["CopyList"]
+__all__ = ["CopyList", "check_storage"]
 
 _memmove: Final = ctypes.memmove
 
@@ -29,17 +30,20 @@ class CopyList:
         pairs: (into, out of), equal shapes; dtypes may differ, which casts.
     """
 
-    __slots__ = ("_into", "_keep", "_moves", "_out_of")
+    __slots__ = ("_into", "_keep", "_moved", "_moves", "_out_of")
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._keep = list(pairs)
         self._moves: list[tuple[int, int, int]] = []
+        self._moved: list[torch.Tensor] = []  # memmove does not tell autograd
         self._into: list[torch.Tensor] = []
         self._out_of: list[torch.Tensor] = []
         for into, out_of in self._keep:
             for tensor in (into, out_of):
-                _check_storage(tensor)
+                check_storage(tensor)
             if _plain(into, out_of):
+                if not into.is_inference():
+                    self._moved.append(into)
                 self._move(into.data_ptr(), out_of.data_ptr(), into.numel() * into.element_size())
             else:
                 self._into.append(into)
@@ -59,12 +63,22 @@ class CopyList:
         """Do all copies."""
         for into, out_of, nbytes in self._moves:
             _memmove(into, out_of, nbytes)
+        torch.autograd.graph.increment_version(self._moved)
         if self._into:
             torch._foreach_copy_(self._into, self._out_of)
 
 
-def _check_storage(tensor: torch.Tensor) -> None:
-    """A tensor whose storage was freed (sharded trainers resize it to 0) still has a shape; an address into it must not be used."""
+def check_storage(tensor: torch.Tensor) -> None:
+    """RuntimeError for a tensor whose elements are not simply in its own memory.
+
+    A tensor whose storage was freed (sharded trainers resize it to 0) still has a shape; an address into it must not be used. A wrapper
+    (a DTensor, a quantised subclass) has the address 0, or memory that means something else.
+    """
+    wrapped = bool(is_traceable_wrapper_subclass(tensor))
+    if wrapped:
+        raise RuntimeError(f"a {type(tensor).__name__} is not a plain whole tensor")
+    if tensor.device.type == "meta" and tensor.numel():
+        raise RuntimeError(f"a tensor of shape {list(tensor.shape)} has no storage (device meta)")
     if tensor.numel() and tensor.device.type == "cpu":
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         needed = (tensor.storage_offset() + last + 1) * tensor.element_size()

@@ -147,11 +147,13 @@ class WeightliftError(Exception):
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS})
+        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS}, self.report)
 
 
-def _rebuild(cls: type[WeightliftError], message: str, fields: dict[str, Any]) -> WeightliftError:
-    return cls(message, **fields)
+def _rebuild(cls: type[WeightliftError], message: str, fields: dict[str, Any], report: Any) -> WeightliftError:
+    error = cls(message, **fields)
+    error.report = report
+    return error
 
 
 class RemoteCause(Exception):

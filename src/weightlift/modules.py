@@ -82,18 +82,23 @@ class ModuleTensors:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._slots: list[Slot] = []
-        self._pointers: list[int] = []
+        self._tree: list[tuple[Mapping[str, torch.nn.Module | None], str, torch.nn.Module]] = []
+        self._places: list[Any] = []
 
     def look(self) -> list[tuple[str, torch.Tensor]]:
         self._slots = list(walk(self.module))
-        self._pointers = [slot.tensor.data_ptr() for slot in self._slots]
+        self._tree = [
+            (m._modules, name, child) for m in self.module.modules() for name, child in m._modules.items() if child is not None
+        ]
+        self._places = [_place(slot.tensor) for slot in self._slots]
         return [(slot.name, slot.tensor) for slot in self._slots]
 
     def unchanged(self) -> bool:
-        # Replacing a tensor is seen by its slot, `parameter.data = ...` by the pointer, adding one by the count.
+        # Replacing a module is seen by the tree, a tensor by its slot, `parameter.data = ...` by its place, adding one by the count.
         return bool(self._slots) and (
-            all(slot.held() for slot in self._slots)
-            and self._pointers == [slot.tensor.data_ptr() for slot in self._slots]
+            all(children.get(name) is child for children, name, child in self._tree)
+            and all(slot.held() for slot in self._slots)
+            and self._places == [_place(slot.tensor) for slot in self._slots]
             and len(self._slots) == _count(self.module)
         )
 
@@ -104,22 +109,27 @@ class MappingTensors:
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self.mapping = mapping
         self._seen: list[tuple[str, torch.Tensor]] = []
-        self._pointers: list[int] = []
+        self._places: list[Any] = []
 
     def look(self) -> list[tuple[str, torch.Tensor]]:
         for name, tensor in self.mapping.items():
             if type(name) is not str or not isinstance(tensor, torch.Tensor):
                 raise ConfigError(f"tensors must be a mapping of str to tensors, got {name!r}: {type(tensor).__name__}")
         self._seen = list(self.mapping.items())
-        self._pointers = [tensor.data_ptr() for _, tensor in self._seen]
+        self._places = [_place(tensor) for _, tensor in self._seen]
         return self._seen
 
     def unchanged(self) -> bool:
         return bool(self._seen) and (
             len(self._seen) == len(self.mapping)
             and all(self.mapping.get(name) is tensor for name, tensor in self._seen)
-            and self._pointers == [tensor.data_ptr() for _, tensor in self._seen]
+            and self._places == [_place(tensor) for _, tensor in self._seen]
         )
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Where a tensor's elements are, and how they are laid out there: `t.t_()` and `t.data = t.data.t()` keep the address."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -146,4 +156,4 @@ def _identity(tensor: torch.Tensor) -> Any:
     if tensor.device.type == "meta" or not tensor.numel() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)
     storage = tensor.untyped_storage()
-    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from weightlift.loaders import HuggingFaceLoader
 from weightlift.sources import MappingSource, ModuleSource
@@ -47,7 +47,7 @@ def test_after_a_sync_the_engine_generates_what_the_trainer_would(tied: bool) ->
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_cache_that_generate_keeps_on_the_model_does_not_outlive_a_sync() -> None:
     trainer, engine = model(0), model(1)
-    engine._cache = object()
+    engine._cache = DynamicCache()
     with pair(ModuleSource(trainer), HuggingFaceLoader(engine)) as ends:
         ends.sync(1).raise_any()
     assert engine._cache is None

@@ -46,7 +46,7 @@ def test_refusals_name_the_tensor(entries: list[Entry], own: Destinations, error
     ],
 )
 def test_a_tensor_that_cannot_be_written_is_refused_before_any_byte(tensor: torch.Tensor, text: str) -> None:
-    with pytest.raises(ManifestError, match=f"the engine's w {text}"):
+    with pytest.raises(ManifestError, match=f"the engine's w .*{text}"):
         match(Manifest([Entry("w", "float32", (2, 3))]), held(w=tensor), "never")
 
 

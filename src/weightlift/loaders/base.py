@@ -3,8 +3,8 @@
 Owns: the protocol. Must not know: transports, rounds. The subscriber's driver calls, in this order, from one thread:
 
     prepare(plan)              may raise a ManifestError: nothing has changed, the old version stays in force
+    live()                     shows where the bytes will go, where the publisher verifies
     install(bucket, memory)    once per bucket, in order; the first call is the point of no return
-    live()                     shows where the bytes went, where the publisher verifies
     finish()                   proves that every destination byte was written, and post-processes
     commit(version)            resets caches that hold older versions; EngineBusy if the engine refuses
     abort()                    a round ended early: drop every view of a bucket
@@ -35,10 +35,10 @@ class Loader(Protocol):
         """Copy a bucket out of `memory` (uint8, 1-D)."""
 
     def live(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Every sent name with bytes -> the live tensors that it fills, in the sent shape, any dtype and strides; after `prepare`.
+        """Every sent name with bytes -> the live tensors that it fills, in the sent shape, any dtype and strides.
 
-        The same object as long as nothing moved. They are read between `finish` and `commit`, and their values must be those that were
-        sent, up to a declared cast.
+        Asked for after `prepare`; the same object as long as nothing moved. The tensors are read between `finish` and `commit`, and
+        their values must be those that were sent, up to a declared cast.
         """
 
     def finish(self) -> None:

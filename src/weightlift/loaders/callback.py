@@ -47,6 +47,7 @@ class CallbackLoader:
         self._on_commit = on_commit
         self._plan: Plan | None = None
         self._waiting: list[tuple[int, Entry]] = []
+        self._also: dict[str, list[str]] = {}
         self._current: torch.Tensor | None = None
         self._missing = 0
 
@@ -55,6 +56,10 @@ class CallbackLoader:
         if self._check is not None:
             self._check(plan.manifest)
         self._plan = plan
+        self._also = {}
+        for entry in plan.manifest.entries:
+            if self._aliases and entry.alias_of:
+                self._also.setdefault(entry.alias_of, []).append(entry.name)
         self._waiting = [(number, entry) for number, entry in enumerate(plan.manifest.entries) if not entry.alias_of][::-1]
         self._current = None
 
@@ -82,12 +87,8 @@ class CallbackLoader:
             self._hand_over(torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)))
 
     def _hand_over(self, tensor: torch.Tensor) -> None:
-        assert self._plan is not None, "prepare comes before install"
         _, entry = self._waiting.pop()
-        names = [entry.name]
-        if self._aliases:
-            names += [other.name for other in self._plan.manifest.entries if other.alias_of == entry.name]
-        for name in names:
+        for name in (entry.name, *self._also.get(entry.name, ())):
             try:
                 self._load(name, tensor)
             except Exception as error:

@@ -33,7 +33,7 @@ class HuggingFaceLoader(ModuleLoader):
         """See Loader."""
         for module in self.module.modules():
             # `generate` keeps a static cache on the model under this name; its keys and values were computed with older weights.
-            if getattr(module, "_cache", None) is not None:
+            if "_cache" in vars(module) and type(module._cache).__module__.startswith("transformers."):
                 module._cache = None  # type: ignore[assignment]
         super().commit(version)
 

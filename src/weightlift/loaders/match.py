@@ -14,11 +14,13 @@ Owns: `Destinations`, `CastPolicy`, the matching rules and their errors. Must no
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
 import torch
 
+from weightlift.copies import check_storage
 from weightlift.errors import (
     ConfigError,
     DtypeMismatch,
@@ -86,6 +88,7 @@ def match(manifest: Manifest, own: Destinations, cast: CastPolicy) -> dict[str, 
         if all(target is not own.tensors[storage] for target in targets):
             targets.append(own.tensors[storage])
     _check_missing(manifest, own, {shared.get(name, name) for name in writer}, shared)
+    _check_overlap(into)
     return into
 
 
@@ -119,10 +122,34 @@ def _check_missing(manifest: Manifest, own: Destinations, written: set[str], sha
         )
 
 
+def _check_overlap(into: Mapping[str, list[torch.Tensor]]) -> None:
+    """Two destinations in one storage must not share bytes. Strided ones may interleave, so only contiguous ones can be judged here."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, targets in into.items():
+        for target in targets:
+            if target.numel() and target.is_contiguous():
+                start = int(target.storage_offset()) * target.element_size()
+                end = start + target.numel() * target.element_size()
+                ranges.setdefault(target.untyped_storage()._cdata, []).append((start, end, name))
+    for taken in ranges.values():
+        taken.sort()
+        for (_, end, name), (start, _, other) in itertools.pairwise(taken):
+            if start < end and name != other:
+                raise ManifestError(
+                    f"the engine holds {other} and {name} in overlapping memory, but they are sent as two tensors", tensor=other
+                )
+
+
 def _check_tensor(entry: Entry, tensor: torch.Tensor, cast: CastPolicy) -> None:
-    if tensor.device.type == "meta":
-        # A copy into it would "succeed" and install nothing.
-        raise ManifestError(f"the engine's {entry.name} has no storage (device meta)", tensor=entry.name)
+    try:
+        # A copy into a tensor without storage would "succeed" and install nothing.
+        check_storage(tensor)
+    except RuntimeError as error:
+        raise ManifestError(f"the engine's {entry.name} cannot be written: {error}", tensor=entry.name) from error
+    if tensor.is_conj() or tensor.is_neg():
+        raise ManifestError(
+            f"the engine's {entry.name} is a lazy view: its memory holds other values than it shows", tensor=entry.name
+        )
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ManifestError(f"the engine's {entry.name} is an expanded view: its elements share memory", tensor=entry.name)
     if tuple(tensor.shape) != entry.shape:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from weightlift.copies import CopyList
-from weightlift.errors import LoaderError
+from weightlift.errors import DuplicateParameter, LoaderError
 from weightlift.loaders.match import CastPolicy, Destinations, match
 from weightlift.modules import HeldTensors, MappingTensors, ModuleTensors
 from weightlift.protocol.plan import Bucket, Plan
@@ -46,7 +46,12 @@ class _InPlaceLoader:
             return
         self._cached.clear()
         self._plan = None
-        self._targets = match(plan.manifest, Destinations(dict(self._held.look()), self._ties), self._cast)
+        named = self._held.look()
+        own = dict(named)
+        if len(own) != len(named):
+            twice = next(name for name, count in collections.Counter(name for name, _ in named).items() if count > 1)
+            raise DuplicateParameter(f"the engine has two tensors of the name {twice}", tensor=twice)
+        self._targets = match(plan.manifest, Destinations(own, self._ties), self._cast)
         self._plan = plan
 
     def install(self, bucket: Bucket, memory: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ __all__ = [
     "encode_manifest",
 ]
 
-MAX_FRAME_FROM_SUBSCRIBER: Final = 1 << 20
-"""Bytes. The largest honest frame is an error with two tracebacks."""
+MAX_FRAME_FROM_SUBSCRIBER: Final = 1 << 22
+"""Bytes. The largest honest frame is a Released with the digests of half a million tensors."""
 MAX_FRAME_FROM_PUBLISHER: Final = 1 << 28
 """Bytes. The largest honest frame is a manifest: about 100 bytes a tensor."""
 

@@ -31,17 +31,22 @@ def describe(error: BaseException, *, phase: str = "", peer: str = "") -> ErrorI
         text = "".join(traceback.format_exception(cause))
     return ErrorInfo(
         error=name,
-        message=message[:_MAX_TEXT],
+        message=_sendable(message)[:_MAX_TEXT],
         phase=str(fields.get("phase", phase)),
         peer=str(fields.get("peer", peer)),
-        tensor=str(fields.get("tensor", "")),
+        tensor=_sendable(str(fields.get("tensor", ""))),
         bucket=int(fields.get("bucket", -1)),
         buckets=int(fields.get("buckets", -1)),
-        remedy=str(fields.get("remedy", "")),
+        remedy=_sendable(str(fields.get("remedy", ""))),
         cause_type=cause_type,
-        cause_message=cause_message[:_MAX_TEXT],
-        traceback=text[-_MAX_TEXT:],
+        cause_message=_sendable(cause_message)[:_MAX_TEXT],
+        traceback=_sendable(text)[-_MAX_TEXT:],
     )
+
+
+def _sendable(text: str) -> str:
+    """Text that can be encoded: a file name that is no UTF-8 arrives as a lone surrogate, which cannot."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def revive(info: ErrorInfo, *, version: int, round: int, peer: str) -> WeightliftError:

@@ -183,6 +183,11 @@ class Round:
         """The replicas that serve the new version, in the order of the members."""
         return [name for name, ranks in self._replicas.items() if all(v.stage is PeerStage.DONE for v in ranks)]
 
+    def serving(self) -> dict[str, int | None]:
+        """Replica -> the version that all its ranks serve; None where they serve nothing, or not the same."""
+        found = {name: {view.serves for view in ranks} for name, ranks in self._replicas.items()}
+        return {name: max(versions) if len(versions) == 1 and max(versions) >= 0 else None for name, versions in found.items()}
+
     def fenced_replicas(self) -> dict[str, WeightliftError]:
         """The replicas that do not serve the new version, each with its first cause."""
         failed: dict[str, WeightliftError] = {}
@@ -202,7 +207,8 @@ class Round:
         """A frame of a member. A frame of another round is answered with Fenced; an illegal one puts its sender out."""
         view = self.peers.get(peer)
         event = _EVENT_OF.get(type(frame))
-        if view is None or event is None or frame.round not in (self.round, 0):
+        ours = (frame.round, frame.version) == (self.round, self.version) or isinstance(frame, Goodbye)
+        if view is None or event is None or not ours:
             return [self._stale(peer, frame)]
         if event not in PEER_LAW[view.stage]:
             if view.out:
@@ -269,6 +275,8 @@ class Round:
     def transferred(self, peer: PeerId, error: WeightliftError | None, now: float) -> list[Action]:
         """The transfer to one peer ended: well, or with PeerLost (its end is closed) or TransferTimeout (it stalled)."""
         view = self.peers[peer]
+        if view.out:
+            return []
         if error is None:
             self._enter(view, PeerEvent.SENT, now)
             mates = self._replicas[view.member.replica]

@@ -8,16 +8,17 @@ streaming source is walked once a round; at most one of its tensors is alive at 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
 
-from weightlift.copies import CopyList
+from weightlift.copies import CopyList, check_storage
 from weightlift.errors import SourceError, WeightliftError
 from weightlift.protocol.plan import Bucket, Plan
 from weightlift.sources.base import Source, StableSource
-from weightlift.tensors import bucket_view, tensor_view
+from weightlift.tensors import bucket_view, tensor_view, torch_dtype
 
 __all__ = ["Look", "Packer"]
 
@@ -56,6 +57,13 @@ class Packer:
         if len(tensors) != len(self._owner):
             raise SourceError(f"the source yields {len(tensors)} tensors, its manifest has {len(self._owner)}")
         if len(tensors) != len(self._tensors) or any(new is not old for new, old in zip(tensors, self._tensors, strict=True)):
+            for entry, position in self._owner.items():
+                # Now, and not in the bucket where it would be found: by then every engine is touched.
+                try:
+                    check_storage(tensors[position])
+                except RuntimeError as error:
+                    name = self.plan.manifest.entries[entry].name
+                    raise SourceError(f"{name} cannot be sent: {error}", tensor=name) from error
             self._tensors = tensors
             self._cached.clear()
 
@@ -68,7 +76,11 @@ class Packer:
                 self._copies(wanted, memory).run()
             else:
                 self._fill_from_stream(wanted, memory)
+                if bucket == len(self.plan) - 1:
+                    self._exhaust()
         except WeightliftError as error:
+            if error.bucket not in (None, bucket):  # an object of an earlier round, raised again
+                raise SourceError(f"the source raised {type(error).__name__}: {error.message}", bucket=bucket) from error
             error.fill(bucket=bucket, buckets=len(self.plan))
             raise
         except Exception as error:
@@ -100,6 +112,9 @@ class Packer:
                     f"{entry.name} came with shape {list(tensor.shape)}, its manifest says {list(entry.shape)}",
                     tensor=entry.name,
                 )
+            sent = torch_dtype(entry.dtype)
+            if tensor.dtype != sent and not (tensor.is_floating_point() and sent.is_floating_point):
+                raise SourceError(f"{entry.name} came as {tensor.dtype}, its manifest says {entry.dtype}", tensor=entry.name)
             bucket_view(memory, entry, piece).copy_(tensor_view(tensor, piece))
 
     def _from_stream(self, entry: int) -> torch.Tensor:
@@ -121,6 +136,29 @@ class Packer:
             if self._look is not None and position + 1 == wanted:
                 self._look(entry, self._current[1])
         return self._current[1]
+
+    def _exhaust(self) -> None:
+        """Nothing may be left in the stream but tensors without elements: a tensor that is not in the manifest would be lost."""
+        assert self._stream is not None, "a stream is exhausted"
+        position = -1 if self._current is None else self._current[0]
+        self._current = None
+        left = sum(1 for _ in self._stream) - (len(self._owner) - 1 - position)
+        if left > 0:
+            raise SourceError(f"the source yields {left} tensors more than its manifest has")
+
+    def end(self) -> None:
+        """The round's transfer is over: let a streaming source finish (it may hold gathered memory), and drop its last tensor.
+
+        What it raises then is logged: the round has its outcome already.
+        """
+        stream, self._current = self._stream, None
+        if stream is None:
+            return
+        self._stream = iter(())
+        try:
+            getattr(stream, "close", lambda: None)()
+        except Exception as error:
+            logging.getLogger("weightlift.sources").warning("the source raised when its stream was closed: %r", error)
 
     def recall(self, position: int) -> torch.Tensor:
         """The tensor at a position of the stream once more, after the round; a streaming source is asked from its start."""

@@ -14,11 +14,13 @@ which no transfer and no interpreter lock can block), or when its connection is 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import socket as sockets
 import struct
 import time
+import weakref
 from typing import Final, NamedTuple, TypeAlias
 
 import zmq
@@ -33,12 +35,13 @@ from weightlift.transports.liveness import lives, open_pidfd
 
 __all__ = ["Barred", "ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
 
-_HEARTBEAT_S: Final = 2.0
+_HEARTBEAT_S: Final = 0.5
+_PING_S: Final = 2.0
 _HEARTBEAT_TIMEOUT_S: Final = 8.0
 _HANDSHAKE_S: Final = 5.0
 _MOST_FRAMES: Final = 256
 """Frames taken from a socket in one go."""
-_QUEUE_FRAMES: Final = 64
+_QUEUE_FRAMES: Final = 16
 """Frames of one connection that wait unread: with the limit on a frame, 64 MB that a stranger can make a publisher hold."""
 _CURVE_REMEDY: Final = "give the publisher curve=CurveKeys, and every subscriber curve= its public key."
 _LINGER_MS: Final = 300
@@ -88,17 +91,23 @@ class _Channel:
         self._poller = zmq.Poller()
         self._pidfds: dict[bytes, int] = {}
         self.closed_in_handshake = False
-        self._open()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        # Not __del__: in a cycle the context may be finalised before its sockets are closed, and then waits for them for ever.
+        weakref.finalize(self, _abandon, self._context, self._sockets, self._pidfds)
+        try:
+            self._open()
+        except BaseException:
+            _abandon(self._context, self._sockets, self._pidfds)
+            raise
 
     def _open(self) -> None:
         socket: zmq.Socket[bytes] = self._context.socket(self._kind)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         if self.endpoint.remote:
             socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, int(_HEARTBEAT_S * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_HEARTBEAT_TIMEOUT_S * 1000))
         self._socket = socket
         self._monitor = self._watch_connections(socket)
+        self._sockets[:] = [self._monitor, self._socket]
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
@@ -197,7 +206,10 @@ class ServerChannel(_Channel):
             socket.curve_secretkey = self._curve.secret.encode()
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_SUBSCRIBER)
         path = None if self.endpoint.directory is None else self.endpoint.directory / "control"
+        binding = None if path is None else os.open(path.with_name("binding"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            if binding is not None:
+                fcntl.flock(binding, fcntl.LOCK_EX)  # of several publishers that start at once, one looks and binds at a time
             if path is not None and path.exists():
                 # libzmq replaces an existing socket file in silence; a publisher that still listens on it must not be cut off.
                 if _answers(path):
@@ -205,17 +217,20 @@ class ServerChannel(_Channel):
                 discard(path)
             socket.bind(self.endpoint.zmq)
         except zmq.ZMQError as error:
-            self.close()
+            # Whoever made this closes what is open. Not `close`: that removes the socket file, and it may be another publisher's.
             if error.errno == zmq.EADDRINUSE:
                 raise ConfigError(
                     f"address {self.endpoint.address} is in use by another publisher",
                     remedy="one publisher per address: make another with new_address(), or close the other one first.",
                 ) from error
             raise TransportUnavailable(f"cannot bind {self.endpoint.zmq}: {error}") from error
+        finally:
+            if binding is not None:
+                os.close(binding)
 
     def poll(self, timeout_s: float) -> list[Arrival]:
         """Everything that arrived; waits at most `timeout_s` for the first."""
-        wait_s = min(timeout_s, _HEARTBEAT_S) if self._known - set(self._pidfds) else timeout_s
+        wait_s = min(timeout_s, _PING_S) if self._known - set(self._pidfds) else timeout_s
         ready = dict(self._poller.poll(_milliseconds(wait_s)))
         arrivals: list[Arrival] = []
         # A peer that never stops talking must not keep the round from looking at its clock.
@@ -228,7 +243,7 @@ class ServerChannel(_Channel):
         arrivals += self._deaths(ready)
         closed, barred = self._drain_monitor()
         arrivals += barred
-        if closed or time.monotonic() - self._pinged > _HEARTBEAT_S:
+        if closed or time.monotonic() - self._pinged > _PING_S:
             self._pinged = time.monotonic()
             ping = Ping(round=0, version=-1)
             arrivals += [Gone(key, "its connection is closed") for key in list(self._known) if not self.send(key, ping)]
@@ -278,12 +293,21 @@ class ClientChannel(_Channel):
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_FROM_PUBLISHER)
         # A socket that a dead publisher's child holds open takes connections and never answers.
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
+        if self.endpoint.remote:
+            # On this side only, with a time to live that tells the publisher when to give up: a ROUTER that sends heartbeats itself
+            # aborts its process when a stranger fills its queue and leaves (libzmq issues 3937, 4364, 4767).
+            socket.setsockopt(zmq.HEARTBEAT_IVL, int(_HEARTBEAT_S * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_HEARTBEAT_TIMEOUT_S * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TTL, int(_HEARTBEAT_TIMEOUT_S * 1000))
         if self._curve is not None:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.curve_serverkey = str(self._curve).encode()
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.connect(self.endpoint.zmq)
+        try:
+            socket.connect(self.endpoint.zmq)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"address {self.endpoint.address} cannot be connected to: {error}") from error
 
     def reset(self) -> None:
         """Forget the publisher: a new connection with a new identity, nothing of the old one left in a queue."""
@@ -320,6 +344,16 @@ class ClientChannel(_Channel):
             self._socket.send(codec.encode(frame), zmq.NOBLOCK)
 
 
+def _abandon(context: zmq.Context[zmq.Socket[bytes]], sockets: list[zmq.Socket[bytes]], pidfds: dict[bytes, int]) -> None:
+    """Close what a channel that nobody closed has left."""
+    for socket in sockets:
+        socket.close(linger=0)
+    for pidfd in pidfds.values():
+        os.close(pidfd)
+    pidfds.clear()
+    context.term()
+
+
 def _answers(path: os.PathLike[str]) -> bool:
     """Whether the process that listens on a unix socket lives. A child that it forked may hold the socket open after its end."""
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
@@ -334,4 +368,4 @@ def _answers(path: os.PathLike[str]) -> bool:
 
 def _milliseconds(seconds: float) -> int:
     """Rounded up: a wait that ends a moment early would spin."""
-    return max(0, math.ceil(seconds * 1000))
+    return min(max(0, math.ceil(seconds * 1000)), (1 << 31) - 1)

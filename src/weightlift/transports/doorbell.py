@@ -27,6 +27,7 @@ from weightlift.transports.liveness import host_identity, open_pidfd
 __all__ = ["Doorbell", "Listener"]
 
 _MAX_FRAME: Final = 4096
+_LONGEST_POLL_MS: Final = (1 << 31) - 1
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -40,6 +41,7 @@ class Doorbell(Generic[_T]):
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[_T], *, peer: str) -> None:
         self.peer = peer
         self._socket = connection
+        self._owner = os.getpid()
         self._socket.setblocking(False)
         self._decoder = decoder
         self._pidfd: int | None = None
@@ -54,6 +56,7 @@ class Doorbell(Generic[_T]):
     def connect(cls, path: str, decoder: msgspec.msgpack.Decoder[_T], *, peer: str) -> Doorbell[_T]:
         """Connect to a listener on this host; PeerLost if its process is gone, TransportUnavailable otherwise."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)  # a full backlog is EAGAIN, not a wait without an end
         try:
             connection.connect(path)
         except ConnectionRefusedError as error:
@@ -119,10 +122,20 @@ class Doorbell(Generic[_T]):
         try:
             return self._decoder.decode(data), descriptors[0] if descriptors else None
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise RemoteProtocolError(f"{self.peer} sent a data frame that could not be read: {error}") from error
+
+    def open(self) -> bool:
+        """Whether the other end is still there, between rounds, when nothing is under way."""
+        return not wait_readable(self.descriptors, 0)
 
     def close(self) -> None:
         """Close this end. Idempotent."""
+        # A child that this process forked may hold the socket open; when the child itself closes, it ends nothing.
+        if os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -155,6 +168,8 @@ class Listener(Generic[_T]):
             connection, _ = self._socket.accept()
         except BlockingIOError:
             return None
+        except OSError as error:
+            raise TransportUnavailable(f"a connection to the data plane could not be taken: {error}") from error
         return Doorbell(connection, self._decoder, peer="a process that has not said its name")
 
     def close(self) -> None:
@@ -168,4 +183,4 @@ def wait_readable(descriptors: tuple[int, ...], timeout_s: float) -> list[int]:
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000)]
+    return [descriptor for descriptor, _ in poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_POLL_MS))]

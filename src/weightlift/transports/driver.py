@@ -49,7 +49,10 @@ class Driver:
         self._reception = reception
         self._sink = sink
         self._rounds = 0
+        self.committed = False
+        """Whether a replica serves the version of the last round, whatever came of the round."""
         self._body: tuple[Manifest, bytes] | None = None
+        self._announcement: Announce | None = None
 
     def wait_until(self, enough: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
         """Serve the handshake until `enough()`; TransferTimeout with `missing()` otherwise. Takes in all that is there already."""
@@ -63,6 +66,7 @@ class Driver:
 
     def run(self, delivery: Delivery) -> Round:
         """One round to every complete replica; returns when it is done, whatever came of it."""
+        self.committed = False
         members = self._reception.roster.members()
         replicas = len({member.replica for member in members})
         self._rounds += 1
@@ -77,6 +81,7 @@ class Driver:
         )
         emit(self._sink, "round", RoundStarted(round=current.round, version=current.version, peers=len(members)))
         try:
+            self._announcement = _announce(current, delivery) if members else None  # one for all: an offer is made once a round
             self._perform(current, current.start(), delivery)
             while not current.done:
                 self._step(current, delivery)
@@ -86,6 +91,7 @@ class Driver:
             self._perform(current, current.source_failed(_as_ours(error), time.monotonic()), delivery)
             raise
         finally:
+            self.committed = bool(current.committed_replicas())
             for peer, view in current.peers.items():
                 self._reception.roster.serve(peer, version=view.serves, torn=view.torn)
         return current
@@ -96,6 +102,7 @@ class Driver:
         assert deadline is not None, "a round that waits has a deadline"
         with delivery.watch.measure(current.phase.lower()):
             visits = self._reception.visits(deadline - time.monotonic())
+        heard = time.monotonic()  # what follows may take long (a transfer, digests); what came meanwhile has not been read yet
         for visit in visits:
             now = time.monotonic()
             match visit:
@@ -103,7 +110,7 @@ class Driver:
                     self._perform(current, current.receive(peer, frame, now), delivery)
                 case Left(peer=peer, error=error):
                     self._perform(current, current.lost(peer, error, now), delivery)
-        self._perform(current, current.tick(time.monotonic()), delivery)
+        self._perform(current, current.tick(heard), delivery)
 
     def _perform(self, current: Round, actions: Iterable[Action], delivery: Delivery) -> None:
         """Perform actions, and those that follow from them, in order."""
@@ -111,7 +118,8 @@ class Driver:
         while queue:
             match queue.popleft():
                 case SendAnnounce(peer=peer):
-                    queue.extend(self._send(current, peer, _announce(current, delivery)))
+                    assert self._announcement is not None, "made when the round began"
+                    queue.extend(self._send(current, peer, self._announcement))
                 case SendManifest(peer=peer):
                     queue.extend(self._send(current, peer, self._manifest(current, delivery.plan.manifest)))
                 case Send(peer=peer, frame=Fenced(error=info) as frame):
@@ -138,6 +146,9 @@ class Driver:
 
 def _transfer(current: Round, peers: tuple[PeerId, ...], delivery: Delivery) -> list[Action]:
     """The opaque action: all buckets to all peers."""
+    peers = tuple(peer for peer in peers if not current.peers[peer].out)  # one may have gone since the transfer was decided
+    if not peers:
+        return []
     job = SendJob(
         round=current.round,
         version=current.version,

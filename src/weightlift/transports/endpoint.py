@@ -18,7 +18,6 @@ import os
 import pathlib
 import re
 import secrets
-import shutil
 import stat
 import tempfile
 import time
@@ -33,7 +32,7 @@ __all__ = ["Endpoint", "RunDirectory", "new_address", "parse_address", "run_dire
 
 _MAX_SOCKET_PATH: Final = 107
 """Bytes of sockaddr_un.sun_path on Linux, without the final zero."""
-_LONGEST_NAME: Final = len("/control")
+_LONGEST_NAME: Final = len("/data-00000000")
 _SWEEP_AGE_S: Final = 60.0
 """A directory is left alone for this long after it was made: its run may still be starting."""
 
@@ -88,8 +87,8 @@ def split_host_port(text: str) -> tuple[str, int]:
     if match is None:
         raise ConfigError(f"a tcp address must be host:port, got {text!r}")
     host, port = (match["six"] or match["host"]), int(match["p6"] or match["port"])
-    if port > 65535:
-        raise ConfigError(f"a port must be at most 65535, got {port}")
+    if not 0 < port <= 65535:
+        raise ConfigError(f"a port must be between 1 and 65535, got {port}")
     if ":" in host:
         try:
             ipaddress.IPv6Address(host.split("%", 1)[0])
@@ -109,7 +108,7 @@ class RunDirectory:
     Args:
         path: made with mode 0700 if it is not there.
     Raises:
-        ConfigError: it belongs to another user, or others may enter it.
+        ConfigError: it belongs to another user, others may enter it, or it holds files that are not a run's.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -118,6 +117,8 @@ class RunDirectory:
         status = path.stat()
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ConfigError(f"the run directory {path} must belong to this user with mode 0700")
+        if not (path / "lock").exists() and any(path.iterdir()):
+            raise ConfigError(f"the run directory {path} must be empty or a run directory: its files are not ours to remove")
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
@@ -166,7 +167,12 @@ def _remove_if_unused(path: pathlib.Path, lock: int) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
-    shutil.rmtree(path, ignore_errors=True)
+    # Only what weightlift made: the address may name a directory in which the caller keeps files of his own.
+    for made in (path / "control", path / "s", path / "binding", *path.glob("data-*"), path / "lock"):
+        with contextlib.suppress(OSError):
+            made.unlink()
+    with contextlib.suppress(OSError):
+        path.rmdir()
     return True
 
 

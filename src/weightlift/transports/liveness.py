@@ -37,7 +37,7 @@ def open_pidfd(pid: int, host: str) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise
-    except OSError:
+    except (OSError, OverflowError):
         return None
 
 

@@ -115,6 +115,7 @@ class Mailbox:
                 case Fenced(error=info):
                     emit(self._sink, "round", FrameRefused(peer="publisher", reason=info.message))
                 case Rejected(error=info):
+                    self.start_over()  # asks again: the reason may pass, as that of a name that is taken
                     raise revive(info, version=-1, round=0, peer="publisher").fill(phase=str(Phase.ANNOUNCE))
                 case Goodbye():
                     offer = None
@@ -129,6 +130,7 @@ class Mailbox:
         Raises Interrupted if the round ends instead, RemoteProtocolError for another frame.
         """
         deadline = time.monotonic() + timeout_s
+        self._collect(0.0, in_round=True)
         while True:
             while self._inbox:
                 frame = self._inbox.popleft()

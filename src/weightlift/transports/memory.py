@@ -72,6 +72,11 @@ class MemorySender:
             old.close()
         return link
 
+    def holds(self, peer: PeerId, link: _Link | None) -> bool:
+        """Whether that link still leads here."""
+        with self._lock:
+            return link is not None and self._links.get(peer) is link
+
     def offer(self, plan: Plan, peers: Sequence[PeerId]) -> bytes:
         if self._memory is None:
             self._memory = torch.empty(self.capacity, dtype=torch.uint8)
@@ -141,10 +146,10 @@ class MemoryReceiver:
 
     def attach(self, offer: bytes, plan: Plan) -> None:
         token = offer.decode("ascii", "replace")
-        if token == self._token and self._link is not None:
+        sender = _SENDERS.get(token)
+        if token == self._token and sender is not None and sender.holds(self._peer, self._link):
             return
         self.abort()
-        sender = _SENDERS.get(token)
         if sender is None:
             raise TransportUnavailable(
                 "the publisher is not in this process",

@@ -18,6 +18,7 @@ from weightlift.config import ShmConfig
 from weightlift.errors import ConfigError, TransportUnavailable
 from weightlift.transports.base import Receiver, Sender
 from weightlift.transports.endpoint import Endpoint
+from weightlift.transports.liveness import host_identity
 
 __all__ = ["Choice", "available", "choose", "explain", "make_receiver", "make_sender", "names", "register"]
 
@@ -118,12 +119,12 @@ def resolve(name: str) -> Any:
     raise TransportUnavailable(f"transport {name} could not be imported") from _FAILURES[name]
 
 
-def choose(name: str, *, peer_pids: Sequence[int]) -> Choice:
-    """The transport of a round. "auto" takes memory when every peer is in this process, else shm."""
+def choose(name: str, *, peers: Sequence[tuple[str, int]]) -> Choice:
+    """The transport of a round. "auto" takes memory when every peer is in this process, else shm. peers: (host, pid)."""
     if name != "auto":
         resolve(name)
         return Choice(name, "asked for by name")
-    if peer_pids and all(pid == os.getpid() for pid in peer_pids):
+    if peers and set(peers) == {(host_identity(), os.getpid())}:
         return Choice("memory", "auto: every subscriber is in the publisher's process")
     resolve("shm")
     return Choice("shm", "auto: every subscriber is on the publisher's host")

@@ -110,7 +110,7 @@ class Roster:
         whole = []
         for ranks in groups.values():
             sizes = {c.hello.size for c in ranks}
-            if len(sizes) == 1 and sorted(c.hello.rank for c in ranks) == list(range(sizes.pop())):
+            if sizes == {len(ranks)} and {c.hello.rank for c in ranks} == set(range(len(ranks))):
                 whole += ranks
         return whole
 

@@ -101,6 +101,11 @@ class ShmSender:
             for stale in self._directory.glob("data-*"):
                 discard(stale)
             self._listener = Listener(self._directory / f"data-{secrets.token_hex(4)}", _from_reader)
+        while (left := self._listener.accept()) is not None:
+            left.close()  # of rounds that ended before the transfer: whoever is addressed now attaches anew
+        for peer, bell in list(self._bells.items()):
+            if not bell.open():
+                self.forget([peer])
         if self._segment is None:
             self._segment = Segment.create(slots=self._config.slots, slot_bytes=self._config.slot_bytes)
         offer = _Offer(str(self._listener.path), self._segment.identity, self._segment.slots, self._segment.slot_bytes)
@@ -265,7 +270,7 @@ class ShmReceiver:
             offered = _offer.decode(offer)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise RemoteProtocolError(f"the shared-memory offer could not be read: {error}") from error
-        if self._offered == offered and self._bell is not None:
+        if self._offered == offered and self._bell is not None and self._bell.open():
             return
         self.abort()
         self._bell = Doorbell.connect(offered.path, _from_sender, peer="publisher")

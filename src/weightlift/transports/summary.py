@@ -72,7 +72,7 @@ def of_round(outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
         tensors=manifest.tensors,
         buckets=len(delivery.plan),
         seconds=delivery.watch.seconds(load=max((v.released.load_s for v in views if v.released), default=0.0)),
-        replicas={v.member.replica: None if v.serves < 0 else v.serves for v in views},
+        replicas=outcome.serving(),
         fenced={name: str(error) for name, error in outcome.fenced_replicas().items()},
         host_bytes_peak=usage.host_bytes,
         host_bytes_retained=usage.host_bytes,

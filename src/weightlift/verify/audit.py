@@ -121,10 +121,15 @@ class Auditor:
             tensor=entry.name,
         )
         block = max(BLOCK_ELEMENTS, -(-entry.elements // MOST_BLOCKS))
-        probe = self._probe((number, dtype), self._again(number))
+        try:
+            blocks = block_digests(self._probe((number, dtype), self._again(number)), block)
+        except Exception as failure:
+            # Where the difference lies cannot be said then; that there is one is what matters.
+            error.add_note(f"its place is not known: the source raised {failure!r} when it was asked again")
+            blocks = b""
         copy = sum(other == number for other, _ in holdings[:at])
         question = self._asked[peer] = Dispute(
-            round=frame.round, version=frame.version, entry=number, copy=copy, block=block, blocks=block_digests(probe, block)
+            round=frame.round, version=frame.version, entry=number, copy=copy, block=block, blocks=blocks
         )
         return question, error
 
@@ -133,13 +138,24 @@ class Auditor:
         asked = self._asked[peer]
         entry = self._plan.manifest.entries[asked.entry]
         held = [dtype for number, dtype in self._holdings(self._held.get(peer, ())) if number == asked.entry][asked.copy]
+        if frame.start < 0 and not asked.blocks:
+            return DigestMismatch(
+                f"{entry.name} has other bytes in {peer} than in the trainer; where is not known, the source could not be read again",
+                tensor=entry.name,
+            )
         if frame.start < 0:
             return DigestMismatch(
                 f"{entry.name} had other bytes in {peer} than in the trainer, and no longer has: somebody writes it during the sync",
                 tensor=entry.name,
             )
         stop = min(frame.start + asked.block, entry.elements)
-        mine = self._probe((asked.entry, held), self._again(asked.entry)).elements(min(frame.start, stop), stop).cpu()
+        try:
+            mine = self._probe((asked.entry, held), self._again(asked.entry)).elements(min(frame.start, stop), stop).cpu()
+        except Exception as failure:
+            return DigestMismatch(
+                f"{entry.name} has other bytes in {peer} than in the trainer; where is not known, the source raised {failure!r}",
+                tensor=entry.name,
+            )
         if len(frame.data) != mine.numel() * mine.element_size() or not len(frame.data):
             return DigestMismatch(
                 f"{entry.name} has other bytes in {peer} than in the trainer, which cannot be placed", tensor=entry.name

@@ -6,17 +6,23 @@ Owns: reading the live tensors of one plan. Must not know: sockets, what the tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy
 import torch
 
-from weightlift.errors import LoaderError, RemoteProtocolError
+from weightlift.errors import LoaderError, ManifestError, RemoteProtocolError
+from weightlift.protocol.codec import MAX_FRAME_FROM_SUBSCRIBER
 from weightlift.protocol.messages import Announce, Dispute, Evidence
 from weightlift.protocol.plan import Plan
 from weightlift.tensors import dtype_name
 from weightlift.verify.digests import DIGEST_BYTES, Probe, Probes
 
 __all__ = ["Proof", "block_digests"]
+
+_HELD_BYTES: Final = 32
+"""At most, of one entry of Ready.held on the wire."""
+_REST_BYTES: Final = 4096
 
 
 class Proof:
@@ -37,11 +43,21 @@ class Proof:
                 continue
             probes = self._probes[number] = [Probe(tensor, tensor.dtype) for tensor in live.get(entry.name, ())]
             if not probes:
-                raise LoaderError(f"the loader's live() does not show {entry.name}: it cannot be verified", tensor=entry.name)
+                raise LoaderError(
+                    f"the loader's live() does not show {entry.name}: it cannot be verified",
+                    tensor=entry.name,
+                    remedy="let live() return the engine's tensors by sent name, or publish with verify='off'.",
+                )
             names = tuple(dtype_name(probe.dtype) for probe in probes)
             if names != (entry.dtype,):
                 held[number] = names
         self.held = tuple(held.items())
+        digests = DIGEST_BYTES * sum(len(probes) for probes in self._probes.values())
+        if max(digests, _HELD_BYTES * len(self.held)) + _REST_BYTES > MAX_FRAME_FROM_SUBSCRIBER:
+            raise ManifestError(
+                f"the digests of {plan.manifest.tensors} tensors do not fit into one frame",
+                remedy="publish with verify='off', or with fewer tensors.",
+            )
         self._all = Probes(probe for probes in self._probes.values() for probe in probes)
 
     @classmethod
