@@ -20,16 +20,20 @@ writes, the other reads, nothing else happens (the better of 2 and 4 MiB slots).
 tensor is compared after the last round.
 """
 
+MANY = """The same slots are read by all. On a machine with fewer cores than processes the wall time says little; CPU seconds say what a
+byte costs.
+"""
 
-def measure(workload: str, rounds: int) -> dict[str, Any]:
+
+def measure(workload: str, *options: str) -> dict[str, Any]:
     """One run of the command, as its JSON."""
-    command = [sys.executable, "-m", "weightlift.cli", "bench", "shm", "--workload", workload, "--rounds", str(rounds), "--json"]
+    command = [sys.executable, "-m", "weightlift.cli", "bench", "shm", "--workload", workload, *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def page(results: list[dict[str, Any]], commit: str) -> str:
+def page(results: list[dict[str, Any]], verified: list[dict[str, Any]], many: list[dict[str, Any]], commit: str) -> str:
     """The whole page."""
     machine = results[0]["machine"]
     lines = [HEAD, "Machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()) + f". Commit {commit}.\n"]
@@ -49,6 +53,20 @@ def page(results: list[dict[str, Any]], commit: str) -> str:
     for r in results:
         lines.append(f"| {r['workload']} | " + " | ".join(f"{value:.4f}" for value in r["phases"].values()) + " |")
     lines.append("\n`pack` and `load` run at the same time in the two processes; `transfer` contains both.")
+    lines += [
+        "\n## What verification costs\n",
+        "| workload | verify | ratio | seconds | CPU s | limit CPU s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in verified:
+        lines.append(
+            f"| {r['workload']} | {r['verify']} | {r['ratio_to_limit']:.2f} | {r['seconds']:.4f} | {r['cpu_s']:.3f} "
+            f"| {r['limit_cpu_s']:.3f} |"
+        )
+    lines += ["\n## Several engines\n", MANY, "| engines | seconds | CPU s | CPU s per GB read |", "|---|---|---|---|"]
+    for r in many:
+        read = r["subscribers"] * r["bytes"] / 1e9
+        lines.append(f"| {r['subscribers']} | {r['seconds']:.4f} | {r['cpu_s']:.3f} | {r['cpu_s'] / read:.3f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -57,10 +75,12 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     results = []
     for workload in WORKLOADS:
-        results.append(measure(workload, rounds=7))
+        results.append(measure(workload))
         print(f"{workload}: ratio to the limit {results[-1]['ratio_to_limit']:.2f}", flush=True)
+    verified = [measure(workload, "--verify", level) for workload in WORKLOADS[:2] for level in ("off", "sample", "full")]
+    many = [measure("qwen3-0.6b", "--subscribers", count) for count in ("1", "4")]
     TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text(page(results, commit.stdout.strip()))
+    TARGET.write_text(page(results, verified, many, commit.stdout.strip()))
     print(f"written: {TARGET}")
 
 

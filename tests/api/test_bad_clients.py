@@ -103,8 +103,9 @@ def test_garbage_is_refused_and_the_round_goes_on(
     assert ends.publisher.peers == ["engine"]
 
 
-def test_an_oversized_frame_closes_its_connection_and_no_other(client: zmq.Socket[bytes], ends: Pair) -> None:
+def test_an_oversized_frame_closes_its_connection_and_no_other(client: zmq.Socket[bytes], ends: Pair, seen: list[Event]) -> None:
     client.send(b"\x00" * (codec.MAX_FRAME_FROM_SUBSCRIBER + 1))
+    wait_for(lambda: any(isinstance(event, FrameRefused) and "over the limit of" in event.reason for event in seen), ends)
     assert ends.sync(1).raise_any().report is not None
     assert ends.publisher.peers == ["engine"]
 
@@ -183,3 +184,35 @@ def test_three_thousand_strangers_while_nobody_polls_do_not_stop_the_publisher()
     """In a process of its own: what this guards against holds the interpreter lock for ever."""
     done = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "{'engine': 1}\n"), done.stderr
+
+
+UNREAD = """
+import socket, time, zmq
+import torch
+from weightlift import Publisher
+from weightlift.sources import MappingSource
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+with Publisher(MappingSource({"w": torch.ones(4)}), f"tcp://127.0.0.1:{port}", token="secret") as publisher:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"tcp://127.0.0.1:{port}")
+    for _ in range(2000):
+        try:
+            stranger.send(b"x" * 100, zmq.NOBLOCK)
+        except zmq.Again:
+            break
+    time.sleep(1.0)
+    stranger.close(linger=0)
+    context.term()
+    time.sleep(6.0)  # the trainer trains: nobody polls
+    print(publisher.peers)
+"""
+
+
+def test_a_stranger_who_fills_the_queue_and_leaves_does_not_abort_the_process() -> None:
+    """libzmq asserts when a heartbeat falls due on a connection whose queue is full and whose other end is gone."""
+    done = subprocess.run([sys.executable, "-c", UNREAD], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-500:]

@@ -6,10 +6,11 @@ are, what must hold.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Final
 
-from weightlift.errors import DigestMismatch
+from weightlift.errors import DigestMismatch, PeerLost
 from weightlift.protocol.messages import (
     Abort,
     Announce,
@@ -151,11 +152,14 @@ class World:
     # --- performing ------------------------------------------------------------------------------------------------------------
 
     def perform(self, actions: list[Action]) -> None:
-        """What the publisher's driver does with actions."""
+        """What the publisher's driver does with actions. Sending to an engine that died is how it may hear of the death."""
         assert self.round is not None
         n, v = self.round.round, self.round.version
-        for action in actions:
-            match action:
+        queue = collections.deque(actions)
+        while queue:
+            match queue.popleft():
+                case Send(peer=peer) | SendAnnounce(peer=peer) | SendManifest(peer=peer) if not self.engines[peer].alive:
+                    queue.extend(self.round.lost(peer, PeerLost("its connection is closed"), 0.0))
                 case SendAnnounce(peer=peer):
                     offer = Announce(
                         round=n, version=v, manifest_digest=b"", transport="", offer=b"", capacity=1, alignment=1, limits=LIMITS
@@ -170,7 +174,9 @@ class World:
                 case Send(peer=peer, frame=frame):
                     self.post(peer, frame)
                 case Transfer(peers=peers):
-                    self.transfer = {peer: MOVING if self.engines[peer].plane else BROKEN for peer in peers}
+                    going = [peer for peer in peers if not self.round.peers[peer].out]
+                    if going:
+                        self.transfer = {peer: MOVING if self.engines[peer].plane else BROKEN for peer in going}
 
     def post(self, peer: PeerId, frame: Frame) -> None:
         """Queue a frame for an engine that lives."""

@@ -39,6 +39,7 @@ _HEARTBEAT_S: Final = 0.5
 _PING_S: Final = 2.0
 _HEARTBEAT_TIMEOUT_S: Final = 8.0
 _HANDSHAKE_S: Final = 5.0
+_OVER: Final = f"(it left, or sent a frame over the limit of {codec.MAX_FRAME_FROM_SUBSCRIBER} bytes)"
 _MOST_FRAMES: Final = 256
 """Frames taken from a socket in one go."""
 _QUEUE_FRAMES: Final = 16
@@ -246,7 +247,11 @@ class ServerChannel(_Channel):
         if closed or time.monotonic() - self._pinged > _PING_S:
             self._pinged = time.monotonic()
             ping = Ping(round=0, version=-1)
-            arrivals += [Gone(key, "its connection is closed") for key in list(self._known) if not self.send(key, ping)]
+            gone = [Gone(key, "its connection is closed") for key in list(self._known) if not self.send(key, ping)]
+            arrivals += gone
+            if closed > len(gone):
+                # libzmq closes a connection at a frame over the limit, and tells nobody whose it was.
+                arrivals.append(Garbage(b"", RemoteProtocolError(f"the connection of a stranger was closed {_OVER}")))
         for arrival in arrivals:
             if isinstance(arrival, Gone):
                 self._known.discard(arrival.key)
