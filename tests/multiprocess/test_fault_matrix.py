@@ -346,7 +346,9 @@ def check_engine(told: Answer, point: Point, fault: str, old: int, new: int) -> 
     version: int | None = new
     if point.phase == "ANNOUNCE":
         kind, version = "TransferTimeout", None  # no round ever reached it
-    check(told["error"], kind, cause="KeyError" if fault == "raise" else "", phase=phase, version=version, peer="publisher")
+    # An engine that is about to attach looks at its connection, finds it closed, and nobody to connect to.
+    cause = {("raise", "TRANSFER"): "KeyError", ("kill", "PREPARE"): "ConnectionRefusedError"}.get((fault, point.phase), "")
+    check(told["error"], kind, cause=cause, phase=phase, version=version, peer="publisher")
     if phase == "TRANSFER":
         assert point.bucket is not None
         error = told["error"]
