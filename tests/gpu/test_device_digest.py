@@ -19,7 +19,8 @@ from weightlift.testing.pair import pair
 from weightlift.transports.views import lend
 from weightlift.verify.digests import Algorithm, Probe, Probes, Scope, digests
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 ALGORITHMS: list[Algorithm] = ["xxh3", "lanes"]
 SCOPES: list[Scope] = ["sample", "full"]
