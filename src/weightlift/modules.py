@@ -11,7 +11,7 @@ what the wrapper is, not by what the name looks like: a genuine child called `mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -66,6 +66,9 @@ def walk(module: torch.nn.Module, prefix: str = "") -> Iterator[Slot]:
             yield from walk(child, f"{prefix}{name}." if canonical_child(module, name) else prefix)
 
 
+_Place: TypeAlias = tuple[int, tuple[int, ...], torch.Size, torch.dtype]
+
+
 class HeldTensors(Protocol):
     """Named tensors somewhere in this process, with a cheap test whether they are still the same ones in the same place."""
 
@@ -83,7 +86,7 @@ class ModuleTensors:
         self.module = module
         self._slots: list[Slot] = []
         self._tree: list[tuple[Mapping[str, torch.nn.Module | None], str, torch.nn.Module]] = []
-        self._places: list[Any] = []
+        self._places: list[_Place] = []
 
     def look(self) -> list[tuple[str, torch.Tensor]]:
         self._slots = list(walk(self.module))
@@ -98,7 +101,7 @@ class ModuleTensors:
         return bool(self._slots) and (
             all(children.get(name) is child for children, name, child in self._tree)
             and all(slot.held() for slot in self._slots)
-            and self._places == [_place(slot.tensor) for slot in self._slots]
+            and _in_place((slot.tensor for slot in self._slots), self._places)
             and len(self._slots) == _count(self.module)
         )
 
@@ -109,7 +112,7 @@ class MappingTensors:
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self.mapping = mapping
         self._seen: list[tuple[str, torch.Tensor]] = []
-        self._places: list[Any] = []
+        self._places: list[_Place] = []
 
     def look(self) -> list[tuple[str, torch.Tensor]]:
         for name, tensor in self.mapping.items():
@@ -123,13 +126,21 @@ class MappingTensors:
         return bool(self._seen) and (
             len(self._seen) == len(self.mapping)
             and all(self.mapping.get(name) is tensor for name, tensor in self._seen)
-            and self._places == [_place(tensor) for _, tensor in self._seen]
+            and _in_place((tensor for _, tensor in self._seen), self._places)
         )
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def _place(tensor: torch.Tensor) -> _Place:
     """Where a tensor's elements are, and how they are laid out there: `t.t_()` and `t.data = t.data.t()` keep the address."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
+
+
+def _in_place(tensors: Iterable[torch.Tensor], places: Iterable[_Place]) -> bool:
+    """Whether all are where they were. Nothing is kept on the way: 20,000 new tuples a round would set off the garbage collector."""
+    for tensor, (address, strides, shape, dtype) in zip(tensors, places, strict=True):
+        if tensor.data_ptr() != address or tensor.stride() != strides or tensor.shape != shape or tensor.dtype != dtype:
+            return False
+    return True
 
 
 def _count(module: torch.nn.Module) -> int:
