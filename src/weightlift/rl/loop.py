@@ -112,7 +112,15 @@ def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.Exi
     limit_s = config.timeouts.sync_s
     limits = Deadlines(announce_s=limit_s, prepare_s=limit_s, transfer_s=limit_s, release_s=limit_s, commit_s=limit_s)
     source = ModuleSource(text_model.model)
-    publisher = stack.enter_context(Publisher(source, address, transport=config.transport, deadlines=limits, verify=config.verify))
+    publisher = stack.enter_context(
+        Publisher(
+            source,
+            address,
+            transport=None if config.transport == "auto" else config.transport,
+            deadlines=limits,
+            verify=config.verify,
+        )
+    )
     steps = config.warm_start.steps or 0
     warm_start(
         text_model,
