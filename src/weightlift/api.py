@@ -154,15 +154,7 @@ class Publisher:
         self._retry = version
         watch = StopWatch()
         self._driver.wait_until(lambda: True, 0.0, lambda: "")
-        members = self._reception.roster.members()
-        if not members and self._min_replicas != 0:
-            gone = self._reception.absent()
-            message = f"no subscriber is connected{' any more: ' + gone if gone else ''}"
-            raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
-        replicas = len({member.replica for member in members})
-        if self._min_replicas is not None and self._min_replicas > replicas:
-            message = f"min_replicas is {self._min_replicas}, and {replicas} replicas are connected with all their ranks"
-            raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="wait_for_peers() first, or a smaller min_replicas.")
+        self._check_members(version)
         choice = registry.choose(self._transport, peers=[(c.hello.host, c.hello.pid) for c in self._reception.roster.connected()])
         delivery = self._delivery(version, choice.name, watch)
         try:
@@ -228,13 +220,10 @@ class Publisher:
             self._auditor.look(entry, tensor)
 
     def _conclude(self, outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
-        """Move the version if anybody serves the new one; return the report, or raise the first cause with it."""
-        committed, fenced = outcome.committed_replicas(), outcome.fenced_replicas()
+        """Return the report, or raise the first cause with it."""
         report = summary.of_round(outcome, delivery, reason)
-        for replica, error in fenced.items():
+        for replica, error in outcome.fenced_replicas().items():
             emit(self._sink, "round", PeerFenced(replica=replica, version=outcome.version, error=str(error)))
-        if committed:
-            self._version = outcome.version
         failure = None if report.committed else outcome.first_error
         event = RoundEnded(
             round=outcome.round,
@@ -249,6 +238,18 @@ class Publisher:
             raise failure
         self._retry = None
         return report
+
+    def _check_members(self, version: int) -> None:
+        """Whether there are enough replicas to begin with."""
+        replicas = len({member.replica for member in self._reception.roster.members()})
+        if self._min_replicas is None and not replicas:
+            gone = self._reception.absent()
+            message = f"no subscriber is connected{' any more: ' + gone if gone else ''}"
+        elif self._min_replicas is not None and self._min_replicas > replicas:
+            message = f"min_replicas is {self._min_replicas}, and {replicas} replicas are connected with all their ranks"
+        else:
+            return
+        raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
 
     def _check_version(self, version: int) -> None:
         check_int("version", version, at_least=0)

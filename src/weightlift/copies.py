@@ -28,11 +28,12 @@ class CopyList:
 
     Args:
         pairs: (into, out of), equal shapes; dtypes may differ, which casts.
+        live: whether `into` are an engine's tensors, whose autograd graphs have to notice; memory of a bucket has none.
     """
 
     __slots__ = ("_into", "_keep", "_moved", "_moves", "_out_of")
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, live: bool = False) -> None:
         self._keep = list(pairs)
         self._moves: list[tuple[int, int, int]] = []
         self._moved: list[torch.Tensor] = []  # memmove does not tell autograd
@@ -42,7 +43,7 @@ class CopyList:
             for tensor in (into, out_of):
                 check_storage(tensor)
             if _plain(into, out_of):
-                if not into.is_inference():
+                if live and not into.is_inference():
                     self._moved.append(into)
                 self._move(into.data_ptr(), out_of.data_ptr(), into.numel() * into.element_size())
             else:
@@ -63,7 +64,8 @@ class CopyList:
         """Do all copies."""
         for into, out_of, nbytes in self._moves:
             _memmove(into, out_of, nbytes)
-        torch.autograd.graph.increment_version(self._moved)
+        if self._moved:
+            torch.autograd.graph.increment_version(self._moved)
         if self._into:
             torch._foreach_copy_(self._into, self._out_of)
 

@@ -1,6 +1,7 @@
 """Faults that a review of the library found in it, each in its smallest form. Real processes where the fault needs them."""
 
 import contextlib
+import fcntl
 import gc
 import os
 import pathlib
@@ -29,9 +30,9 @@ from weightlift.testing.faults import FaultyLoader, FaultySource, fail_at, raisi
 from weightlift.testing.pair import pair
 from weightlift.testing.toy import tagged
 from weightlift.transports import registry
-from weightlift.transports.endpoint import RunDirectory, parse_address
+from weightlift.transports.endpoint import RunDirectory, lock_within, parse_address
 from weightlift.transports.liveness import host_identity, open_pidfd
-from weightlift.transports.roster import Connected, Roster
+from weightlift.transports.roster import Roster
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SHORT = Deadlines(announce_s=2, prepare_s=3, transfer_s=3, release_s=3, commit_s=3, cause_s=1)
@@ -412,7 +413,6 @@ def test_a_hello_of_absurd_size_or_pid_costs_nothing() -> None:
     assert roster.hello(b"k", hello(size=2**62)).error is None
     assert roster.complete() == []
     assert roster.members() == []
-    assert isinstance(Connected(b"k", hello()).hello.peer, str)
     assert open_pidfd(2**40, host_identity()) is None
     assert roster.key_of(PeerId("p")) == b"k"
 
@@ -595,3 +595,13 @@ def test_a_garbled_data_frame_with_a_descriptor_leaves_none() -> None:
     bell.close()
     other.close()
     gc.collect()
+
+
+def test_a_lock_that_somebody_keeps_is_an_error_and_not_a_hang(tmp_path: pathlib.Path) -> None:
+    held, wanted = (os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="was locked by another process"):
+        lock_within(wanted, fcntl.LOCK_SH, tmp_path, limit_s=0.2)
+    os.close(held)
+    lock_within(wanted, fcntl.LOCK_SH, tmp_path, limit_s=0.2)
+    os.close(wanted)

@@ -216,9 +216,7 @@ def test_a_frame_that_comes_twice_in_its_round_puts_out_its_sender_alone() -> No
         outcome = ends.sync(1).report
         assert outcome is not None
         assert outcome.replicas["other"] == 1
-        assert "Released is not possible in stage COMMIT" in outcome.fenced.get(
-            "engine", "Released is not possible in stage COMMIT"
-        )
+        assert "Released is not possible in stage COMMIT" in outcome.fenced["engine"]
         ends.subscribers[0]._mailbox.send = send  # type: ignore[method-assign]
         assert ends.sync(2).raise_any().report is not None
 

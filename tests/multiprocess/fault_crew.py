@@ -24,9 +24,8 @@ from weightlift import Deadlines, Publisher, ShmConfig, Subscriber, WeightliftEr
 from weightlift.errors import RemoteCause
 from weightlift.loaders import MappingLoader
 from weightlift.observe.events import Event, RoundStarted
-from weightlift.protocol.plan import Bucket
 from weightlift.sources import MappingSource
-from weightlift.testing.faults import FaultyLoader, FaultySource, fail_at, kill, kill_group, raising, stop
+from weightlift.testing.faults import FaultySource, KeepingLoader, fail_at, kill, kill_group, raising, stop
 from weightlift.testing.processes import Worker, say
 from weightlift.transports.endpoint import parse_address
 
@@ -153,27 +152,10 @@ class _PublisherEnd:
         return {"left": True}
 
 
-class _KeepingLoader(FaultyLoader):
-    """A loader that plans no copies, and keeps the memory of bucket `keep`."""
-
-    caches_views = False
-
-    def __init__(self, loader: MappingLoader) -> None:
-        super().__init__(loader)
-        self.keep: int | None = None
-        self.kept: list[torch.Tensor] = []
-
-    def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
-        super().install(bucket, memory)
-        self.loader._cached.clear()  # type: ignore[attr-defined]
-        if bucket.number == self.keep:
-            self.kept.append(memory)
-
-
 class _EngineEnd:
     def __init__(self, address: str, name: str) -> None:
         self.held = {f"w{i}": torch.full((16, 16), -1.0) for i in range(BUCKETS)}
-        self.loader = _KeepingLoader(MappingLoader(self.held, cast="lossless"))
+        self.loader = KeepingLoader(MappingLoader(self.held, cast="lossless"))
         self.subscriber = Subscriber(self.loader, address, name)
 
     def pull(

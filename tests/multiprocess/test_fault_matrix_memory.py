@@ -9,9 +9,8 @@ from matrix_rows import record
 
 from weightlift import Deadlines, LoaderError, SourceError, State, Subscriber, TransferTimeout, WeightliftError
 from weightlift.loaders import MappingLoader
-from weightlift.protocol.plan import Bucket
 from weightlift.sources import MappingSource
-from weightlift.testing.faults import FaultyLoader, FaultySource, fail_at, raising
+from weightlift.testing.faults import FaultySource, KeepingLoader, fail_at, raising
 from weightlift.testing.pair import Outcome, pair
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("nothing_left")]
@@ -36,23 +35,6 @@ FAULTS = ("none", "raise", "clean-up raises", "stop", "keeps a tensor")
 CELLS = [(p, f) for p, (_, bucket) in POINTS.items() for f in FAULTS if f != "keeps a tensor" or bucket is not None]
 
 
-class Keeping(FaultyLoader):
-    """Plans no copies; keeps the memory of bucket `keep`."""
-
-    caches_views = False
-    keep: int | None = None
-
-    def __init__(self, loader: MappingLoader) -> None:
-        super().__init__(loader)
-        self.kept: list[torch.Tensor] = []
-
-    def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
-        super().install(bucket, memory)
-        self.loader._cached.clear()  # type: ignore[attr-defined]
-        if bucket.number == self.keep:
-            self.kept.append(memory)
-
-
 def tensors(value: float) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.full((16, 16), value) for i in range(BUCKETS)}
 
@@ -74,11 +56,11 @@ def check_error(error: BaseException | None, kind: type[WeightliftError], phase:
     assert (error.bucket, error.buckets, error.tensor) == expected
 
 
-def struck(kind: str, count: int, strike: Callable[[Keeping, FaultySource], None]) -> tuple[Outcome, dict[str, str]]:
+def struck(kind: str, count: int, strike: Callable[[KeepingLoader, FaultySource], None]) -> tuple[Outcome, dict[str, str]]:
     """Two rounds, the second one struck, then a good one; what became of the second."""
     sent = tensors(1.0)
     held = {f"engine-{i}": tensors(-1.0) for i in range(count)}
-    loaders = {name: Keeping(MappingLoader(mine)) for name, mine in held.items()}
+    loaders = {name: KeepingLoader(MappingLoader(mine)) for name, mine in held.items()}
     source = FaultySource(MappingSource(sent))
     with pair(source, loaders, transport="memory", slot_bytes=1024, deadlines=SHORT) as ends:
         ends.sync(1).raise_any()
@@ -103,7 +85,7 @@ def test_an_engine_is_struck(point: str, fault: str, count: int) -> None:
     phase, bucket = POINTS[point]
     stalled = threading.Event()
 
-    def strike(loader: Keeping, source: FaultySource) -> None:
+    def strike(loader: KeepingLoader, source: FaultySource) -> None:
         act = {"stop": lambda: stalled.wait(STALL_S) and None, "raise": raising(KeyError("struck"))}
         act["clean-up raises"] = act["raise"]
         if fault in act:
@@ -142,7 +124,7 @@ def test_an_engine_is_struck(point: str, fault: str, count: int) -> None:
 @pytest.mark.parametrize("fault", ["none", "raise"])
 @pytest.mark.parametrize("bucket", [0, BUCKETS // 2, BUCKETS - 1])
 def test_the_publisher_is_struck(bucket: int, fault: str, count: int) -> None:
-    def strike(loader: Keeping, source: FaultySource) -> None:
+    def strike(loader: KeepingLoader, source: FaultySource) -> None:
         if fault == "raise":
             source.faults[:] = [fail_at("tensor", raising(KeyError("struck")), bucket=bucket)]
 

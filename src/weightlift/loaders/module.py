@@ -58,7 +58,7 @@ class _InPlaceLoader:
         """See Loader."""
         cached = self._cached.get(bucket.number)
         if cached is None or cached[0] != memory.data_ptr():
-            cached = self._cached[bucket.number] = (memory.data_ptr(), CopyList(self._pairs(bucket, memory)))
+            cached = self._cached[bucket.number] = (memory.data_ptr(), CopyList(self._pairs(bucket, memory), live=True))
         cached[1].run()
         self._written[bucket.number] += 1
 

@@ -190,8 +190,8 @@ class TrainConfig:
     """Folder of a Hugging Face causal LM to train instead of the embedded model."""
     threads: int = 2
     """torch threads of each of the two processes, which take turns."""
-    transport: str = "auto"
-    """How the weights travel."""
+    transport: str | None = None
+    """How the weights travel; as of Publisher."""
     verify: Literal["off", "sample", "full"] = "sample"
     """How much of what the engine holds is compared with the trainer's weights before a version counts."""
     snapshot: bool = True

@@ -79,11 +79,6 @@ class Learner:
         if config.kl_coefficient > 0.0:
             self._reference = copy.deepcopy(self._model).eval().requires_grad_(False)
 
-    @property
-    def model(self) -> torch.nn.Module:
-        """What is trained, and published."""
-        return self._model
-
     def update(self, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sample]], rewards: torch.Tensor) -> UpdateStats:
         """One pass over the samples in `minibatches` optimiser steps.
 

@@ -26,17 +26,17 @@ import torch
 
 import weightlift
 from weightlift import Deadlines, Publisher, SyncReport
-from weightlift.errors import RemoteProtocolError, WeightliftError
+from weightlift.errors import RemoteProtocolError
 from weightlift.rl.collect import Collector
 from weightlift.rl.config import TrainConfig
 from weightlift.rl.engine import Engine, RolloutEngine
 from weightlift.rl.learner import Learner
 from weightlift.rl.models import build_tiny, load_folder
 from weightlift.rl.runlog import RunLog, StepRecord, Stopwatch, default_directory
+from weightlift.rl.snapshots import Snapshots
 from weightlift.rl.tasks import ReasoningGymTask
 from weightlift.rl.warmstart import warm_start
 from weightlift.sources import ModuleSource
-from weightlift.verify.snapshot import append_digests, save_tensors
 
 __all__ = ["Reporter", "RunResult", "train"]
 
@@ -66,7 +66,7 @@ class _Run:
     publisher: Publisher
     collector: Collector
     learner: Learner
-    digests: pathlib.Path | None
+    snapshots: Snapshots | None
 
 
 def train(config: TrainConfig, reporter: Reporter) -> RunResult:
@@ -79,9 +79,6 @@ def train(config: TrainConfig, reporter: Reporter) -> RunResult:
     directory = config.out or default_directory()
     with RunLog(directory, config.to_dict()) as log, contextlib.ExitStack() as stack:
         run = _prepare(config, directory, stack, reporter)
-        if config.snapshot:
-            # Also when the run fails: that is when one wants to know what the engine holds.
-            stack.push(lambda kind, error, trace: _snapshot(run, directory, error))
         first = _publish(run, version=0)
         reporter.phase("evaluating the held-out problems")
         before = run.collector.evaluate()
@@ -112,15 +109,7 @@ def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.Exi
     limit_s = config.timeouts.sync_s
     limits = Deadlines(announce_s=limit_s, prepare_s=limit_s, transfer_s=limit_s, release_s=limit_s, commit_s=limit_s)
     source = ModuleSource(text_model.model)
-    publisher = stack.enter_context(
-        Publisher(
-            source,
-            address,
-            transport=None if config.transport == "auto" else config.transport,
-            deadlines=limits,
-            verify=config.verify,
-        )
-    )
+    publisher = stack.enter_context(Publisher(source, address, transport=config.transport, deadlines=limits, verify=config.verify))
     steps = config.warm_start.steps or 0
     warm_start(
         text_model,
@@ -134,7 +123,8 @@ def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.Exi
     publisher.wait_for_peers(1, timeout_s=config.timeouts.start_s)
     collector = Collector(engine, task, text_model, config.sampling, seed=config.seed)
     learner = Learner(text_model, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
-    return _Run(engine, publisher, collector, learner, directory / "digests.jsonl" if config.snapshot else None)
+    snapshots = stack.enter_context(Snapshots(directory, text_model.model, engine)) if config.snapshot else None
+    return _Run(engine, publisher, collector, learner, snapshots)
 
 
 def _step(run: _Run, step: int, *, sync: bool) -> StepRecord:
@@ -161,20 +151,11 @@ def _step(run: _Run, step: int, *, sync: bool) -> StepRecord:
 
 def _publish(run: _Run, *, version: int) -> SyncReport:
     """One round: the engine is told to pull, then this side publishes, then the engine confirms what it serves."""
-    if run.digests is not None:
-        append_digests(run.digests, version, run.learner.model)
+    if run.snapshots is not None:
+        run.snapshots.version(version)
     ticket = run.engine.begin_sync(version)
     report = run.publisher.publish(version=version)
     served = run.engine.finish_sync(ticket)
     if served != version:
         raise RemoteProtocolError(f"the engine serves version {served} after a round of version {version}", version=version)
     return report
-
-
-def _snapshot(run: _Run, directory: pathlib.Path, error: BaseException | None) -> None:
-    """The tensors of both sides, for `weightlift verify`. An engine that is gone has none; a signal leaves no time for any."""
-    if error is not None and not isinstance(error, Exception):
-        return
-    save_tensors(directory / "trainer.safetensors", run.learner.model)
-    with contextlib.suppress(WeightliftError):
-        run.engine.save(directory)

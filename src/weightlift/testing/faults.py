@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 import torch
 
 from weightlift.loaders.base import Loader
+from weightlift.loaders.module import MappingLoader
 from weightlift.protocol.manifest import Manifest
 from weightlift.protocol.plan import Bucket, Plan
 from weightlift.sources.base import Source
 
-__all__ = ["Fault", "FaultyLoader", "FaultySource", "fail_at", "kill", "kill_group", "raising", "sleeping", "stop"]
+__all__ = ["Fault", "FaultyLoader", "FaultySource", "KeepingLoader", "fail_at", "kill", "kill_group", "raising", "sleeping", "stop"]
 
 Act: TypeAlias = Callable[[], None]
 
@@ -120,6 +121,24 @@ class FaultyLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+class KeepingLoader(FaultyLoader):
+    """Plans no copies, and keeps the memory of bucket `keep`: what a careless application does. `kept` holds it."""
+
+    caches_views = False
+
+    def __init__(self, loader: MappingLoader, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(loader, faults)
+        self.keep: int | None = None
+        self.kept: list[torch.Tensor] = []
+        self._plain = loader
+
+    def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        super().install(bucket, memory)
+        self._plain._cached.clear()
+        if bucket.number == self.keep:
+            self.kept.append(memory)
 
 
 class FaultySource:

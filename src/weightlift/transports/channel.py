@@ -30,7 +30,7 @@ from weightlift.errors import ConfigError, RemoteProtocolError, TransportUnavail
 from weightlift.protocol import codec
 from weightlift.protocol.messages import Frame, FromPublisher, FromSubscriber, Ping
 from weightlift.transports.curve import HANDSHAKE_FAILURES, CurveKeys, failure_text
-from weightlift.transports.endpoint import Endpoint, discard
+from weightlift.transports.endpoint import Endpoint, discard, lock_within
 from weightlift.transports.liveness import lives, open_pidfd
 
 __all__ = ["Barred", "ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
@@ -209,8 +209,9 @@ class ServerChannel(_Channel):
         path = None if self.endpoint.directory is None else self.endpoint.directory / "control"
         binding = None if path is None else os.open(path.with_name("binding"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if binding is not None:
-                fcntl.flock(binding, fcntl.LOCK_EX)  # of several publishers that start at once, one looks and binds at a time
+            if path is not None and binding is not None:
+                # Of several publishers that start at once, one looks and binds at a time.
+                lock_within(binding, fcntl.LOCK_EX, path.parent)
             if path is not None and path.exists():
                 # libzmq replaces an existing socket file in silence; a publisher that still listens on it must not be cut off.
                 if _answers(path):

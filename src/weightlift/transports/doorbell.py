@@ -164,13 +164,15 @@ class Listener(Generic[_T]):
 
     def accept(self) -> Doorbell[_T] | None:
         """A new connection if one is waiting, else None."""
-        try:
-            connection, _ = self._socket.accept()
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise TransportUnavailable(f"a connection to the data plane could not be taken: {error}") from error
-        return Doorbell(connection, self._decoder, peer="a process that has not said its name")
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise TransportUnavailable(f"a connection to the data plane could not be taken: {error}") from error
+            with contextlib.suppress(RemoteProtocolError):  # another user's process is turned away; the round is not its business
+                return Doorbell(connection, self._decoder, peer="a process that has not said its name")
 
     def close(self) -> None:
         """Stop listening and remove the socket file. Idempotent."""

@@ -33,6 +33,8 @@ __all__ = ["Endpoint", "RunDirectory", "new_address", "parse_address", "run_dire
 _MAX_SOCKET_PATH: Final = 107
 """Bytes of sockaddr_un.sun_path on Linux, without the final zero."""
 _LONGEST_NAME: Final = len("/data-00000000")
+_LOCK_S: Final = 10.0
+"""Locks are held for the time of a bind, or of the removal of a few files."""
 _SWEEP_AGE_S: Final = 60.0
 """A directory is left alone for this long after it was made: its run may still be starting."""
 
@@ -120,7 +122,7 @@ class RunDirectory:
         if not (path / "lock").exists() and any(path.iterdir()):
             raise ConfigError(f"the run directory {path} must be empty or a run directory: its files are not ours to remove")
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        lock_within(self._lock, fcntl.LOCK_SH, path)
 
     def close(self) -> None:
         """Drop the hold. Idempotent."""
@@ -159,6 +161,22 @@ def sweep(root: pathlib.Path, *, older_than_s: float = _SWEEP_AGE_S) -> list[pat
         finally:
             os.close(lock)
     return removed
+
+
+def lock_within(descriptor: int, mode: int, path: pathlib.Path, *, limit_s: float = _LOCK_S) -> None:
+    """flock with a deadline; ConfigError if somebody holds it for longer: a process that was stopped at the wrong moment can."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"the run directory {path} was locked by another process for {limit_s} s",
+                    remedy="is a process of this user stopped (state T)? End it, or take another address.",
+                ) from error
+            time.sleep(0.01)
 
 
 def _remove_if_unused(path: pathlib.Path, lock: int) -> bool:
