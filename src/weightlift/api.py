@@ -1,8 +1,9 @@
 """The public seam: `Publisher` in the trainer, `Subscriber` in the engine's worker.
 
 Owns: lifetimes, versions, the report, the choice of transport. Must not know: how bytes move, what frames there are.
-Main path of a sync, in three hops: `Publisher.publish` -> `transports.driver.Driver.run` -> `protocol.round.Round`;
-on the other side `Subscriber.pull` -> `transports.follower.Follower.pull` -> `protocol.session.SubscriberSession`.
+Main path of a sync, in three hops: `Publisher.publish` -> `publishing.Sending.publish` -> `transports.driver.Driver.run`, which does
+what `protocol.round.Round` says; where several trainer ranks gather together, lockstep.py is around it. On the other side
+`Subscriber.pull` -> `transports.follower.Follower.pull` -> `protocol.session.SubscriberSession`.
 """
 
 from __future__ import annotations
@@ -13,33 +14,25 @@ import enum
 import os
 import secrets
 from types import TracebackType
-from typing import Self, get_args
+from typing import Self
 
-import torch
-
-from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, check_text, env
-from weightlift.errors import ConfigError, LocalProtocolError, PeerLost, SourceError, TornWeights, WeightliftError
+from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, check_text
+from weightlift.errors import ConfigError, LocalProtocolError, TornWeights
+from weightlift.liveness import host_identity
 from weightlift.loaders.base import Loader
-from weightlift.observe.events import PeerFenced, RoundEnded, Sink, emit
-from weightlift.observe.report import StopWatch, SyncReport
-from weightlift.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Limits
-from weightlift.protocol.plan import Plan
-from weightlift.protocol.round import Round
+from weightlift.lockstep import Team
+from weightlift.observe.events import Sink
+from weightlift.observe.report import SyncReport
+from weightlift.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello
 from weightlift.protocol.session import Stage, SubscriberSession
-from weightlift.sources.base import Source
-from weightlift.sources.packing import Packer
-from weightlift.transports import registry, summary
-from weightlift.transports.base import Sender
+from weightlift.publishing import Sending, Settings
+from weightlift.sources.base import GroupSource, Source
+from weightlift.transports import registry
 from weightlift.transports.curve import CurveKeys, check_public_key
-from weightlift.transports.driver import Delivery, Driver
 from weightlift.transports.endpoint import Endpoint, RunDirectory, parse_address
 from weightlift.transports.follower import Follower
-from weightlift.transports.liveness import host_identity
 from weightlift.transports.mailbox import Mailbox
-from weightlift.transports.reception import Reception
-from weightlift.verify.audit import Auditor
 from weightlift.verify.digests import Scope
-from weightlift.verify.finite import check_finite, check_finite_tensor
 
 __all__ = ["Publisher", "State", "Subscriber"]
 
@@ -88,193 +81,75 @@ class Publisher:
         shm: ShmConfig | None = None,
         sink: Sink | None = None,
     ) -> None:
-        if min_replicas is not None:
-            check_int("min_replicas", min_replicas, at_least=0)
-        if verify not in get_args(Scope):
-            raise ConfigError(f"verify must be off, sample or full, got {verify!r}")
-        self._verify, self._check_finite = verify, bool(check_finite)
-        check_text("token", token)
-        self._source = source
-        self._endpoint = parse_address(address)
-        self._transport = env("TRANSPORT", "auto") if transport is None else transport
-        if self._transport != "auto":
-            registry.resolve(self._transport)
-        self._limits = Limits(**dataclasses.asdict(deadlines or Deadlines()))
-        self._min_replicas = min_replicas
-        self._shm = shm or ShmConfig()
-        self._sink = sink
-        self._directory = _hold(self._endpoint)
-        try:
-            self._reception = Reception(self._endpoint, token=token, curve=curve, sink=sink)
-        except BaseException:
-            if self._directory is not None:
-                self._directory.close()
-            raise
-        self._driver = Driver(self._reception, sink=sink)
-        self._senders: dict[str, Sender] = {}
-        self._packer: Packer | None = None
-        self._auditor: Auditor | None = None
-        self._version: int | None = None
-        self._retry: int | None = None
+        settings = Settings(
+            transport=transport,
+            deadlines=deadlines or Deadlines(),
+            min_replicas=min_replicas,
+            verify=verify,
+            check_finite=bool(check_finite),
+            token=token,
+            curve=curve,
+            shm=shm or ShmConfig(),
+            sink=sink,
+        )
+        endpoint = parse_address(address)
+        self._team = Team(source, settings.deadlines) if isinstance(source, GroupSource) else None
+        sends = self._team is None or self._team.sends
+        self._sending = Sending(source, endpoint, settings) if sends else None
         self._open = True
 
     @property
     def version(self) -> int | None:
         """The last version that any replica committed; None before the first."""
-        return self._version
+        return self._sending.version if self._team is None and self._sending is not None else self._team_version()
+
+    def _team_version(self) -> int | None:
+        return None if self._team is None else self._team.version
 
     @property
     def peers(self) -> list[str]:
-        """Names of the subscribers that are connected now."""
+        """Names of the subscribers that are connected now; none on a rank that does not send."""
         self._check_open()
-        self._driver.wait_until(lambda: True, 0.0, lambda: "")
-        return [connected.hello.peer for connected in self._reception.roster.connected()]
+        return [] if self._sending is None else self._sending.peers
 
     def wait_for_peers(self, count: int, timeout_s: float = 60.0) -> None:
-        """Wait until `count` subscribers are connected, with all ranks of their replicas; TransferTimeout otherwise."""
+        """Wait until `count` subscribers are connected, with all ranks of their replicas; TransferTimeout otherwise.
+
+        Returns at once on a rank of a trainer group that does not send: its `publish` waits for the ranks that do.
+        """
         self._check_open()
-        check_int("count", count, at_least=0)
-        check_seconds("timeout_s", timeout_s, zero=True)
-        roster = self._reception.roster
-        self._driver.wait_until(
-            lambda: len(roster.complete()) >= count,
-            timeout_s,
-            lambda: f"{len(roster.complete())} of {count} subscribers connected",
-        )
+        if self._sending is not None:
+            with contextlib.nullcontext() if self._team is None else self._team.alive():
+                self._sending.wait_for_peers(count, timeout_s)
 
     def publish(self, version: int) -> SyncReport:
         """Publish the source's tensors as `version`; blocks until enough replicas serve it.
+
+        Of a source that is spread over a trainer group, every rank calls this with the same version; all return the same report (or,
+        where each rank sends, its own), or all raise.
 
         Raises: a WeightliftError, in bounded time, when fewer than `min_replicas` committed: the first cause, with `.report`, which
         says what every replica serves now. LocalProtocolError if the version does not increase (the version of a failed round may be
         repeated). PeerLost if nobody is connected.
         """
         self._check_open()
-        self._check_version(version)
-        self._retry = version
-        watch = StopWatch()
-        self._driver.wait_until(lambda: True, 0.0, lambda: "")
-        self._check_members(version)
-        choice = registry.choose(self._transport, peers=[(c.hello.host, c.hello.pid) for c in self._reception.roster.connected()])
-        delivery = self._delivery(version, choice.name, watch)
-        try:
-            outcome = self._driver.run(delivery)
-        finally:
-            if self._driver.committed:  # also when the round was interrupted in the middle of its commits
-                self._version = version
-            delivery.sender.settle()
-            if self._packer is not None:
-                self._packer.end()
-        return self._conclude(outcome, delivery, choice.reason)
-
-    def _delivery(self, version: int, transport: str, watch: StopWatch) -> Delivery:
-        """Everything a round needs: plan and packer are kept as long as the manifest and the bucket are the same."""
-        sender = self._senders.get(transport)
-        if sender is None:
-            sender = self._senders[transport] = registry.make_sender(transport, self._endpoint, self._shm)
-        with watch.measure("gather"):
-            packer = self._begin(version, sender.capacity)
-
-        def fill(bucket: int, memory: object) -> None:
-            with watch.measure("pack"):
-                packer.fill(bucket, memory)  # type: ignore[arg-type]
-
-        return Delivery(
-            version=version,
-            need=self._min_replicas,
-            plan=packer.plan,
-            fill=fill,
-            sender=sender,
-            transport=transport,
-            limits=self._limits,
-            watch=watch,
-            audit=self._auditor,
-        )
-
-    def _begin(self, version: int, capacity: int) -> Packer:
-        """A packer that is ready for the round. What the source raises is a SourceError, before anybody is told of a round."""
-        try:
-            manifest, packer = self._source.manifest(), self._packer
-            if packer is None or packer.plan.manifest is not manifest or packer.plan.capacity != capacity:
-                packer = self._packer = Packer(self._source, Plan(manifest, capacity=capacity))
-                self._auditor = None if self._verify == "off" else Auditor(packer.plan, self._verify, packer.recall)
-            packer.begin(self._look)
-            if self._auditor is not None:
-                self._auditor.begin(version, packer.tensors)
-            if self._check_finite and packer.tensors is not None:
-                check_finite(packer.plan.manifest, packer.tensors)
-        except WeightliftError as error:
-            error.fill(version=version, phase="ANNOUNCE")
-            raise
-        except Exception as error:
-            message = f"the source raised {type(error).__name__}: {error}"
-            raise SourceError(message, version=version, phase="ANNOUNCE") from error
-        return packer
-
-    def _look(self, entry: int, tensor: torch.Tensor) -> None:
-        """A streaming source yields a tensor: it is looked at before a byte of it is packed."""
-        assert self._packer is not None, "it is the packer that asks"
-        if self._check_finite:
-            check_finite_tensor(self._packer.plan.manifest.entries[entry].name, tensor)
-        if self._auditor is not None:
-            self._auditor.look(entry, tensor)
-
-    def _conclude(self, outcome: Round, delivery: Delivery, reason: str) -> SyncReport:
-        """Return the report, or raise the first cause with it."""
-        report = summary.of_round(outcome, delivery, reason)
-        for replica, error in outcome.fenced_replicas().items():
-            emit(self._sink, "round", PeerFenced(replica=replica, version=outcome.version, error=str(error)))
-        failure = None if report.committed else outcome.first_error
-        event = RoundEnded(
-            round=outcome.round,
-            version=outcome.version,
-            error="" if failure is None else str(failure),
-            report=report.to_dict(),
-        )
-        emit(self._sink, "round", event)
-        if failure is not None:
-            failure.fill(still_works=summary.still_of_replicas(report))
-            failure.report = report
-            raise failure
-        self._retry = None
-        return report
-
-    def _check_members(self, version: int) -> None:
-        """Whether there are enough replicas to begin with."""
-        replicas = len({member.replica for member in self._reception.roster.members()})
-        if self._min_replicas is None and not replicas:
-            gone = self._reception.absent()
-            message = f"no subscriber is connected{' any more: ' + gone if gone else ''}"
-        elif self._min_replicas is not None and self._min_replicas > replicas:
-            message = f"min_replicas is {self._min_replicas}, and {replicas} replicas are connected with all their ranks"
-        else:
-            return
-        raise PeerLost(message, version=version, phase="ANNOUNCE", remedy="call wait_for_peers() first.")
-
-    def _check_version(self, version: int) -> None:
         check_int("version", version, at_least=0)
-        if self._version is not None and version <= self._version and version != self._retry:
-            raise LocalProtocolError(
-                f"version {version} was asked for, version {self._version} is published already",
-                version=version,
-                remedy="versions strictly increase; only the version of a failed round may be published again.",
-            )
+        if self._team is not None:
+            return self._team.publish(version, self._sending)
+        assert self._sending is not None, "a publisher without a group sends"
+        return self._sending.publish(version)
 
     def _check_open(self) -> None:
         if not self._open:
             raise LocalProtocolError("this publisher is closed")
 
     def close(self) -> None:
-        """Tell the subscribers, give back everything. Idempotent."""
+        """Tell the subscribers, give back everything. Idempotent. Waits for no other rank."""
         if not self._open:
             return
         self._open = False
-        parts = (self._directory, *self._senders.values(), self._auditor, self._packer)
-        with contextlib.ExitStack() as stack:  # every part is closed, whatever one of them raises
-            for part in parts:
-                if part is not None:
-                    stack.callback(part.close)
-            stack.callback(self._reception.close, "the publisher was closed")
+        if self._sending is not None:
+            self._sending.close()
 
     def __enter__(self) -> Self:
         return self

@@ -52,6 +52,7 @@ class Deadlines:
     transfer_s: between two signs of progress of one peer (an acknowledged bucket), not for the whole transfer.
     release_s:  from the last acknowledged bucket to Released.
     commit_s:   from Commit to Committed; covers the engine's cache reset.
+    gather_s:   between ranks of one trainer: for one rank's part of one layer group, once both are at it.
     cause_s:    grace for the reason of a peer that closed its data plane, before it is called lost.
     """
 
@@ -60,6 +61,7 @@ class Deadlines:
     transfer_s: float = 30.0
     release_s: float = 30.0
     commit_s: float = 30.0
+    gather_s: float = 60.0
     cause_s: float = 2.0
 
     def __post_init__(self) -> None:

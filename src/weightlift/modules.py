@@ -10,14 +10,14 @@ what the wrapper is, not by what the name looks like: a genuine child called `mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from weightlift.errors import ConfigError
 
-__all__ = ["HeldTensors", "MappingTensors", "ModuleTensors", "Slot", "aliases", "canonical_child", "walk"]
+__all__ = ["HeldTensors", "MappingTensors", "ModuleTensors", "Slot", "aliases", "canonical_child", "prefixes", "walk", "walk_under"]
 
 _WRAPPER_CHILDREN: Final[Mapping[str, frozenset[str]]] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": frozenset({"module"}),
@@ -53,17 +53,42 @@ def canonical_child(parent: torch.nn.Module, name: str) -> bool:
     return True
 
 
-def walk(module: torch.nn.Module, prefix: str = "") -> Iterator[Slot]:
-    """Every parameter and persistent buffer with its canonical name, tied ones under each of their names, in module order."""
+def walk(module: torch.nn.Module, prefix: str = "", *, deep: bool = True) -> Iterator[Slot]:
+    """Every parameter and persistent buffer with its canonical name, tied ones under each of their names, in module order.
+
+    deep: whether children are walked, too.
+    """
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield Slot(prefix + key, module._parameters, key, parameter)
     for key, buffer in module._buffers.items():
         if buffer is not None and key not in module._non_persistent_buffers_set:
             yield Slot(prefix + key, module._buffers, key, buffer)
-    for name, child in module._modules.items():
+    for name, child in module._modules.items() if deep else ():
         if child is not None:
             yield from walk(child, f"{prefix}{name}." if canonical_child(module, name) else prefix)
+
+
+def walk_under(
+    module: torch.nn.Module, is_unit: Callable[[torch.nn.Module], bool], unit: torch.nn.Module | None = None, prefix: str = ""
+) -> Iterator[tuple[torch.nn.Module | None, Slot]]:
+    """What `walk` yields, each with the nearest module above it that is a unit."""
+    unit = module if is_unit(module) else unit
+    for slot in walk(module, prefix, deep=False):
+        yield unit, slot
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from walk_under(child, is_unit, unit, f"{prefix}{name}." if canonical_child(module, name) else prefix)
+
+
+def prefixes(module: torch.nn.Module, prefix: str = "") -> dict[int, str]:
+    """id of every module -> its canonical prefix, "" or ending in a dot; of a module in two places the first."""
+    found = {id(module): prefix}
+    for name, child in module._modules.items():
+        if child is not None:
+            below = prefixes(child, f"{prefix}{name}." if canonical_child(module, name) else prefix)
+            found.update({key: value for key, value in below.items() if key not in found})
+    return found
 
 
 _Place: TypeAlias = tuple[int, tuple[int, ...], torch.Size, torch.dtype]
@@ -97,11 +122,15 @@ class ModuleTensors:
         return [(slot.name, slot.tensor) for slot in self._slots]
 
     def unchanged(self) -> bool:
-        # Replacing a module is seen by the tree, a tensor by its slot, `parameter.data = ...` by its place, adding one by the count.
+        # `parameter.data = ...` is seen by its place.
+        return self.same_objects() and _in_place((slot.tensor for slot in self._slots), self._places)
+
+    def same_objects(self) -> bool:
+        """Whether names lead to the same tensor objects, wherever their storage is now."""
+        # Replacing a module is seen by the tree, a tensor by its slot, adding one by the count.
         return bool(self._slots) and (
             all(children.get(name) is child for children, name, child in self._tree)
             and all(slot.held() for slot in self._slots)
-            and _in_place((slot.tensor for slot in self._slots), self._places)
             and len(self._slots) == _count(self.module)
         )
 

@@ -20,6 +20,7 @@ from weightlift import ConfigError, Deadlines, PeerLost, Publisher, SourceError,
 from weightlift.config import ShmConfig
 from weightlift.copies import check_storage
 from weightlift.errors import DigestMismatch, DuplicateParameter, LoaderError, ManifestError, RemoteProtocolError
+from weightlift.liveness import host_identity, open_pidfd
 from weightlift.loaders import CallbackLoader, HuggingFaceLoader, MappingLoader, ModuleLoader
 from weightlift.protocol.failure import describe
 from weightlift.protocol.manifest import Entry, Manifest
@@ -31,7 +32,6 @@ from weightlift.testing.pair import pair
 from weightlift.testing.toy import tagged
 from weightlift.transports import registry
 from weightlift.transports.endpoint import RunDirectory, lock_within, parse_address
-from weightlift.transports.liveness import host_identity, open_pidfd
 from weightlift.transports.roster import Roster
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

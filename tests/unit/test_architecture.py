@@ -13,7 +13,7 @@ import weightlift
 ROOT = pathlib.Path(weightlift.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-OPEN = {"errors", "config", "observe"}
+OPEN = {"errors", "config", "observe", "liveness"}
 TORCH_VOCABULARY = {"tensors", "modules", "copies"}
 """Top-level files that speak torch but know no room."""
 LAYER = {
@@ -22,11 +22,15 @@ LAYER = {
     "modules": set[str](),
     "copies": set[str](),
     "verify": {"protocol", *TORCH_VOCABULARY},
-    "sources": {"protocol", *TORCH_VOCABULARY},
+    "sources": {"protocol", "fabric", *TORCH_VOCABULARY},
+    "fabric": set[str](),
+    "liveness": set[str](),
     "loaders": {"protocol", *TORCH_VOCABULARY},
     "transports": {"protocol", "loaders", "verify", *TORCH_VOCABULARY},
     "samples": {"protocol"},
-    "api": {"protocol", "sources", "loaders", "transports", "verify"},
+    "publishing": {"protocol", "sources", "transports", "verify"},
+    "lockstep": {"sources", "publishing"},
+    "api": {"protocol", "sources", "loaders", "transports", "verify", "publishing", "lockstep"},
     "rl": {"protocol", "sources", "loaders", "samples", "verify", "api", "weightlift"},
     "testing": {"protocol", "sources", "loaders", "transports", "samples", "verify", "api", *TORCH_VOCABULARY},
     "cli": {"protocol", "sources", "loaders", "transports", "samples", "verify", "rl", "api", "weightlift"},

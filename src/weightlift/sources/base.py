@@ -7,14 +7,15 @@ changes trainer state, and what it yields is only read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from weightlift.protocol.manifest import Manifest
+from weightlift.sources.group import TrainerGroup
 
-__all__ = ["Source", "StableSource"]
+__all__ = ["GroupSource", "Source", "StableSource"]
 
 
 class Source(Protocol):
@@ -26,7 +27,7 @@ class Source(Protocol):
     def stream(self) -> Iterator[torch.Tensor]:
         """One full tensor for every entry that is not an alias, in manifest order; any strides, any device, detached.
 
-        A tensor may be temporary: it is dropped when the next one is asked for.
+        A tensor may be temporary: its memory may be used again as soon as the next one is asked for.
         """
 
 
@@ -36,3 +37,20 @@ class StableSource(Source, Protocol):
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """What `stream` yields, all at once, as of the last `manifest()`. The same tensor objects as then unless storage moved."""
+
+
+@runtime_checkable
+class GroupSource(Source, Protocol):
+    """A source that is spread over several ranks, which all publish together.
+
+    `stream` is called on every rank: it yields full tensors where `group.sends`, and takes part in the gathers on the others. Closing
+    it early still takes part in the rest. A stable one (of ranks that hold full copies) needs no gather, and is not streamed.
+    """
+
+    group: TrainerGroup
+
+    def sends(self) -> Mapping[int, bytes]:
+        """Rank of the group -> a digest of all that `stream` sends to it here, as of the last `manifest()`; {} for nothing."""
+
+    def expects(self) -> Mapping[int, bytes]:
+        """Rank of the group -> a digest of all that `stream` expects from it here."""

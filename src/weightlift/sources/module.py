@@ -1,21 +1,22 @@
 """Sources that hold full tensors in this process: a torch.nn.Module (plain or DDP), or a mapping.
 
-Owns: `ModuleSource`, `MappingSource`, the dtype that each tensor is sent in. Must not know: buckets, transports.
+Owns: `ModuleSource`, `DDPSource`, `MappingSource`, the dtype that each tensor is sent in. Must not know: buckets, transports.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 
 from weightlift.modules import HeldTensors, MappingTensors, ModuleTensors, aliases
 from weightlift.protocol.manifest import Manifest
+from weightlift.sources.group import TrainerGroup
 from weightlift.tensors import entry_of, torch_dtype
 
-__all__ = ["DtypePolicy", "MappingSource", "ModuleSource"]
+__all__ = ["DDPSource", "DtypePolicy", "MappingSource", "ModuleSource", "dtype_of"]
 
 DtypePolicy: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | None
 """The dtype on the wire: None keeps each tensor's own; one dtype for all floating-point tensors; or {regex: dtype}, first match wins,
@@ -74,6 +75,28 @@ class MappingSource(_HeldSource):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, dtype: DtypePolicy = None) -> None:
         super().__init__(MappingTensors(tensors), dtype)
+
+
+class DDPSource(ModuleSource):
+    """A module that every rank of a group holds whole (DistributedDataParallel): nothing is gathered, but all ranks publish in step.
+
+    Args: as of ModuleSource. group: the ranks that train it; default: all of the default process group, the first one sends.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, group: TrainerGroup | None = None, dtype: DtypePolicy = None) -> None:
+        super().__init__(module, dtype=dtype)
+        self.group: TrainerGroup = TrainerGroup() if group is None else group
+
+    def sends(self) -> Mapping[int, bytes]:
+        """See GroupSource: nothing is gathered."""
+        return {}
+
+    expects = sends
+
+
+def dtype_of(policy: DtypePolicy) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The policy as a function of name and tensor."""
+    return _Policy(policy)
 
 
 class _Policy:

@@ -27,11 +27,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weightlift.errors import ConfigError, RemoteProtocolError, TransportUnavailable
+from weightlift.liveness import lives, open_pidfd
 from weightlift.protocol import codec
 from weightlift.protocol.messages import Frame, FromPublisher, FromSubscriber, Ping
 from weightlift.transports.curve import HANDSHAKE_FAILURES, CurveKeys, failure_text
 from weightlift.transports.endpoint import Endpoint, discard, lock_within
-from weightlift.transports.liveness import lives, open_pidfd
 
 __all__ = ["Barred", "ClientChannel", "Garbage", "Gone", "Received", "ServerChannel"]
 

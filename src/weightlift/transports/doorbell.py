@@ -21,8 +21,8 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from weightlift.errors import PeerLost, RemoteProtocolError, TransferTimeout, TransportUnavailable
+from weightlift.liveness import host_identity, open_pidfd
 from weightlift.transports.endpoint import discard
-from weightlift.transports.liveness import host_identity, open_pidfd
 
 __all__ = ["Doorbell", "Listener"]
 

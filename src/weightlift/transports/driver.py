@@ -17,7 +17,7 @@ from weightlift.observe.events import FrameRefused, RoundStarted, Sink, emit
 from weightlift.observe.report import StopWatch
 from weightlift.protocol.codec import encode_manifest
 from weightlift.protocol.manifest import Manifest
-from weightlift.protocol.messages import Announce, Fenced, Frame, Limits, ManifestBody, PeerId
+from weightlift.protocol.messages import Announce, Commit, Fenced, Frame, Limits, ManifestBody, PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
 from weightlift.transports.base import Fill, Sender, SendJob
@@ -29,7 +29,10 @@ __all__ = ["Delivery", "Driver"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What one round has to deliver, and with what. `need`: how many replicas must be ready; None for all."""
+    """What one round has to deliver, and with what.
+
+    need: how many replicas must be ready; None for all. consent: asked before the first Commit; raising gives the round up.
+    """
 
     version: int
     need: int | None
@@ -40,6 +43,7 @@ class Delivery:
     limits: Limits
     watch: StopWatch
     audit: Auditor | None
+    consent: Callable[[], None] | None = None
 
 
 class Driver:
@@ -52,6 +56,9 @@ class Driver:
         self.committed = False
         """Whether a replica serves the version of the last round, whatever came of the round."""
         self._body: tuple[Manifest, bytes] | None = None
+        self._asked = False
+        self._withheld: WeightliftError | None = None
+        """Why this round's consent was not given."""
         self._announcement: Announce | None = None
 
     def wait_until(self, enough: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
@@ -66,7 +73,7 @@ class Driver:
 
     def run(self, delivery: Delivery) -> Round:
         """One round to every complete replica; returns when it is done, whatever came of it."""
-        self.committed = False
+        self.committed, self._asked, self._withheld = False, False, None
         members = self._reception.roster.members()
         replicas = len({member.replica for member in members})
         self._rounds += 1
@@ -126,6 +133,9 @@ class Driver:
                     refused = FrameRefused(peer=peer, reason=info.message)
                     emit(self._sink, "round", refused, level=logging.WARNING)
                     queue.extend(self._send(current, peer, frame))
+                case Send(frame=Commit()) if (withheld := self._withheld_by(delivery)) is not None:
+                    queue.clear()  # nobody was told to commit yet: what was queued are Commits
+                    queue.extend(current.source_failed(withheld, time.monotonic()))
                 case Send(peer=peer, frame=frame):
                     queue.extend(self._send(current, peer, frame))
                 case Transfer(peers=peers):
@@ -133,6 +143,17 @@ class Driver:
                     moved = True
         if moved and delivery.audit is not None and not current.done:
             _settle(delivery.audit, delivery.watch)
+
+    def _withheld_by(self, delivery: Delivery) -> WeightliftError | None:
+        """Why replicas may not commit; None if they may. Asked once a round."""
+        if delivery.consent is not None and not self._asked:
+            self._asked = True
+            try:
+                delivery.consent()
+            except WeightliftError as error:
+                drop_frames(error)
+                self._withheld = error.fill(phase="COMMIT")
+        return self._withheld
 
     def _send(self, current: Round, peer: PeerId, frame: Frame) -> list[Action]:
         left = self._reception.send(peer, frame)

@@ -11,13 +11,13 @@ import secrets
 from typing import NamedTuple, TypeAlias
 
 from weightlift.errors import PeerLost, WeightliftError
+from weightlift.liveness import host_identity
 from weightlift.observe.events import FrameRefused, PeerJoined, PeerLeft, PeerRejected, Sink, emit
 from weightlift.protocol.failure import describe
 from weightlift.protocol.messages import PROTOCOL_VERSION, Fenced, Frame, Goodbye, Hello, PeerId, Ping, Welcome
 from weightlift.transports.channel import Arrival, Barred, Garbage, Gone, ServerChannel
 from weightlift.transports.curve import CurveKeys
 from weightlift.transports.endpoint import Endpoint
-from weightlift.transports.liveness import host_identity
 from weightlift.transports.roster import Connected, Roster
 
 __all__ = ["Left", "Reception", "Said"]

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from weightlift.config import ShmConfig
 from weightlift.errors import ConfigError, TransportUnavailable
+from weightlift.liveness import host_identity
 from weightlift.transports.base import Receiver, Sender
 from weightlift.transports.endpoint import Endpoint
-from weightlift.transports.liveness import host_identity
 
 __all__ = ["Choice", "available", "choose", "explain", "make_receiver", "make_sender", "names", "register"]
 
