@@ -104,17 +104,20 @@ class Fabric:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
 
-    def get(self, key: str, *, of: int, doing: str, timeout_s: float | None = None) -> bytes:
+    def get(self, key: str, *, of: int, doing: str, timeout_s: float | None = None, unless: str = "") -> bytes:
         """The value of a key that rank `of` sets, waited for.
 
         timeout_s: how long since that rank's last sign of life (see `alive`); None for silence_s. A rank that shows that it lives is
         waited for: it is bounded by its own deadlines.
+        unless: a key that says that the rank will not do it any more.
         doing: what the rank is expected to do, for the error: "rank 1 of the trainer did not <doing> within 30 s".
         """
         limit_s = self.silence_s if timeout_s is None else timeout_s
         heard = time.monotonic()
         while not self._wait(key, max(0.001, min(_SLICE_S, heard + limit_s - time.monotonic()))):
             heard = self._last_sign(of, doing, heard)
+            if unless and self.has(unless):
+                raise PeerLost(f"rank {of} of the trainer gave up; it was to {doing}", peer=f"trainer rank {of}")
             if time.monotonic() >= heard + limit_s:
                 message = f"rank {of} of the trainer did not {doing} within {limit_s} s"
                 raise TransferTimeout(message, peer=f"trainer rank {of}", remedy=_REMEDY)
@@ -172,15 +175,17 @@ class Fabric:
         sends: Mapping[int, torch.Tensor],
         receives: Mapping[int, torch.Tensor],
         *,
-        step: str,
+        stream: str,
+        number: int,
         device: torch.device,
         timeout_s: float,
     ) -> Swap:
         """Start one step's sends and receives (rank -> contiguous uint8 tensor on `device`); `Swap.wait` ends it.
 
-        step: names it, the same on all ranks. timeout_s: of a rank that is there and does not move its bytes.
+        stream, number: name the step, the same on all ranks. timeout_s: of a rank that is there and does not move its bytes.
         """
         backend = self.connect(device, timeout_s)
+        step = f"{stream}/{number}"
         if receives and not sends:
             works = [(rank, _start(backend.recv, tensor, rank)) for rank, tensor in receives.items()]
             self.put(f"want/{step}/{self.index}", b"1")
@@ -188,15 +193,20 @@ class Fabric:
         if receives:
             self.put(f"want/{step}/{self.index}", b"1")
         for rank in sends:
-            self.get(f"want/{step}/{rank}", of=rank, doing="ask for the next layer group")
+            self.get(f"want/{step}/{rank}", of=rank, doing="ask for the next layer group", unless=f"left/{stream}/{rank}")
         with _together(backend, device, both=bool(sends and receives)):
             works = [(rank, _start(backend.recv, tensor, rank)) for rank, tensor in receives.items()]
             works += [(rank, _start(backend.send, tensor, rank)) for rank, tensor in sends.items()]
         return Swap(self, works, timeout_s, device)
 
-    def forget(self, steps: Sequence[str]) -> None:
-        """Remove what `swap` left in the store."""
-        self.drop([f"want/{step}/{self.index}" for step in steps])
+    def leave(self, stream: str) -> None:
+        """Give up a stream in the middle: the others need not wait, and the communicator cannot be used any more."""
+        self.put(f"left/{stream}/{self.index}", b"1")
+        self.tear_down()
+
+    def forget(self, stream: str, steps: int) -> None:
+        """Remove what a stream of so many steps left in the store."""
+        self.drop([*(f"want/{stream}/{number}/{self.index}" for number in range(steps)), f"left/{stream}/{self.index}"])
 
     def connect(self, device: torch.device, timeout_s: float) -> Any:
         """The communicator for a kind of device; the first time all ranks must call it, within `timeout_s` of each other."""
@@ -236,10 +246,14 @@ class Swap:
         """Until all are done. PeerLost or TransferTimeout names the rank; the communicator is torn down then."""
         works, self._works = self._works, []
         deadline = time.monotonic() + self._timeout_s
-        for rank, work in works:
+        while works:
+            rank, work = works.pop(0)
             try:
                 _finish(work, deadline, self._device)
             except RuntimeError as error:
+                # What still refers to the communicator keeps its connections open, and the other ranks waiting.
+                del work
+                works.clear()
                 self._fabric.tear_down()
                 peer = f"trainer rank {rank}"
                 if _is_expiry(error):

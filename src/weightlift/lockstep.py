@@ -77,7 +77,8 @@ class Team:
         """The round of a rank that sends; the others learn its outcome, whatever it is."""
         each = self._group.senders == "each"
         try:
-            report = sending.publish(version, consent=(lambda: current.vote("commit", None)) if each else None)
+            ready, consent = (lambda: current.vote("ready", None)), (lambda: current.vote("commit", None))
+            report = sending.publish(version, ready=ready if each else None, consent=consent if each else None)
         except BaseException as error:
             current.end(getattr(error, "report", None), _as_ours(error))
             raise

@@ -103,15 +103,20 @@ class Sending:
             lambda: f"{len(roster.complete())} of {count} subscribers connected",
         )
 
-    def publish(self, version: int, *, consent: Callable[[], None] | None = None) -> SyncReport:
-        """One round; see Publisher.publish. consent: called when the first replica may commit; raising gives the round up."""
+    def publish(
+        self, version: int, *, ready: Callable[[], None] | None = None, consent: Callable[[], None] | None = None
+    ) -> SyncReport:
+        """One round; see Publisher.publish.
+
+        ready: called before the first byte, consent: when the first replica may commit; raising gives the round up.
+        """
         self._check_version(version)
         self._retry = version
         watch = StopWatch()
         self._driver.wait_until(lambda: True, 0.0, lambda: "")
         self._check_members(version)
         choice = registry.choose(self._transport, peers=[(c.hello.host, c.hello.pid) for c in self._reception.roster.connected()])
-        delivery = self._delivery(version, choice.name, watch, consent)
+        delivery = self._delivery(version, choice.name, watch, ready, consent)
         try:
             outcome = self._driver.run(delivery)
         finally:
@@ -122,7 +127,14 @@ class Sending:
                 self._packer.end()
         return self._conclude(outcome, delivery, choice.reason)
 
-    def _delivery(self, version: int, transport: str, watch: StopWatch, consent: Callable[[], None] | None) -> Delivery:
+    def _delivery(
+        self,
+        version: int,
+        transport: str,
+        watch: StopWatch,
+        ready: Callable[[], None] | None,
+        consent: Callable[[], None] | None,
+    ) -> Delivery:
         """Everything a round needs: plan and packer are kept as long as the manifest and the bucket are the same."""
         sender = self._senders.get(transport)
         if sender is None:
@@ -131,6 +143,8 @@ class Sending:
             packer = self._begin(version, sender.capacity)
 
         def fill(bucket: int, memory: object) -> None:
+            if bucket == 0 and ready is not None:
+                _call_first(ready)
             with watch.measure("pack"):
                 packer.fill(bucket, memory)  # type: ignore[arg-type]
 
@@ -226,3 +240,12 @@ class Sending:
                 if part is not None:
                     stack.callback(part.close)
             stack.callback(self._reception.close, "the publisher was closed")
+
+
+def _call_first(ready: Callable[[], None]) -> None:
+    """Before the first byte: what it raises left every engine as it was."""
+    try:
+        ready()
+    except WeightliftError as error:
+        error.bucket = 0
+        raise

@@ -448,8 +448,8 @@ def test_an_explicit_auto_beats_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WEIGHTLIFT_TRANSPORT", "shm")
     with pair(MappingSource(tagged(1)), MappingLoader(tagged(-1)), transport="auto") as ends:
         assert ends.sync(1).raise_any().report.transport == "memory"  # type: ignore[union-attr]
-    with Publisher(MappingSource(tagged(1)), new_address()) as publisher:
-        assert publisher._transport == "shm"
+    with pair(MappingSource(tagged(1)), MappingLoader(tagged(-1)), transport=None) as ends:
+        assert ends.sync(1).raise_any().report.transport == "shm"  # type: ignore[union-attr]
 
 
 # --- files and processes --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weightlift
-from weightlift import Deadlines, Publisher, Subscriber
+from weightlift import Deadlines, Publisher, ShmConfig, Subscriber
 from weightlift.loaders import MappingLoader
 from weightlift.modules import aliases, walk
 from weightlift.testing.processes import Worker, say
@@ -212,7 +212,7 @@ class Strike:
         if act == "stop":
             os.kill(os.getpid(), 19)
         if act == "hang":
-            time.sleep(30)
+            time.sleep(8)
 
 
 def rank_main(rank: int, size: int, kind: str, address: str, seed: int, senders: str = "first", **options: Any) -> None:
@@ -230,10 +230,11 @@ def rank_main(rank: int, size: int, kind: str, address: str, seed: int, senders:
     model = wrap(kind, net(seed, tied=options.pop("tied", True)))
     optimiser = optimiser_of(model)
     group = TrainerGroup(senders=senders)  # type: ignore[arg-type]
+    limits = {**LIMITS, **options.pop("limits", {})}
     source = source_of(kind, model, group, **options)
     strike = Strike(source)
     armed(source, strike)
-    publisher = Publisher(source, address, deadlines=Deadlines(**LIMITS), verify="full")
+    publisher = Publisher(source, address, deadlines=Deadlines(**limits), verify="full", shm=ShmConfig(slot_bytes=512, slots=2))
     say(ready=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from weightlift.errors import DigestMismatch, PeerLost, RemoteProtocolError, SourceError, TransferTimeout, WeightliftError
+from weightlift.errors import DigestMismatch, PeerLost, RemoteProtocolError, TransferTimeout, WeightliftError
 from weightlift.protocol.failure import describe, revive
 from weightlift.protocol.messages import (
     Abort,
@@ -293,7 +293,7 @@ class Round:
 
         A source that failed in the first bucket has sent nothing: then every peer still holds what it held.
         """
-        self._nothing_sent = isinstance(error, SourceError) and error.bucket == 0
+        self._nothing_sent = error.bucket == 0
         return self._abort_all(error, now)
 
     def tick(self, now: float) -> list[Action]:

@@ -182,6 +182,11 @@ class Gatherer:
         self.peak_bytes = 0
         """Bytes that the last stream held above the resident shards, at most."""
 
+    @property
+    def steps(self) -> int:
+        """How many layer groups there are."""
+        return len(self._groups)
+
     def sends(self) -> dict[int, bytes]:
         """Receiver -> a digest of everything that this rank is going to send to it in one stream."""
         return _digests(self._sends, range(self._fabric.size))
@@ -269,7 +274,7 @@ class _Walk:
         if sends or self._inbox:
             try:
                 self._swap = of._fabric.swap(
-                    sends, self._inbox, step=f"{self._step}.{number}", device=of._device, timeout_s=self._timeout_s
+                    sends, self._inbox, stream=self._step, number=number, device=of._device, timeout_s=self._timeout_s
                 )
             except BaseException:
                 self._broken = True
@@ -375,11 +380,10 @@ class _Walk:
 
     def end(self) -> None:
         """Give the memory back. A walk that was left in the middle leaves a communicator that nobody can use."""
-        if self._swap is not None or 0 < self._posted < len(self._of._groups):
-            self._of._fabric.tear_down()
+        if self._broken or self._swap is not None or 0 < self._posted < len(self._of._groups):
+            self._of._fabric.leave(self._step)
         self._inbox, self._full, self._swap = {}, [], None
         self._memory.clear()
-        self._of._fabric.forget([f"{self._step}.{number}" for number in range(self._posted)])
 
 
 def _digests(parts: Sequence[Mapping[int, _Part]], ranks: Iterable[int]) -> dict[int, bytes]:

@@ -109,6 +109,7 @@ class TrainerGroup:
         """The last version that this rank saw published; -1 for none."""
         self._rounds = 0
         self._current: GroupRound | None = None
+        self._streams: dict[int, list[tuple[str, int]]] = {}
 
     @property
     def size(self) -> int:
@@ -162,6 +163,8 @@ class TrainerGroup:
             keys += [f"{number}/word/over", *(f"{number}/word/{i}" for i in range(_MOST_WORDS))]
         if number > 0:
             self.fabric.drop(keys)
+        for stream, steps in self._streams.pop(number, []):
+            self.fabric.forget(stream, steps)
 
     def close(self) -> None:
         """Give back everything. Idempotent."""
@@ -230,8 +233,11 @@ class GroupRound:
         group.committed = max(other.committed for other in said)
         return said
 
-    def gather(self) -> tuple[str, float]:
-        """Called where the tensors are needed: all others begin to gather as well. Returns the name of the stream, and gather_s."""
+    def gather(self, steps: int) -> tuple[str, float]:
+        """Called where the tensors are needed: all others begin to gather as well. steps: how many the stream has.
+
+        Returns the name of the stream, and gather_s.
+        """
         group = self._group
         step = f"{self._number}.{self._words if group.sends else self._words - 1}"
         if not group.sends:
@@ -240,9 +246,9 @@ class GroupRound:
             if self._words:
                 raise SourceError("the source cannot be read again: the other ranks have moved on")
             self._words += 1
-            self.vote("ready", None)
         else:
             self.say(_Word(gather=True))
+        group._streams.setdefault(self._number, []).append((step, steps))
         return step, self._deadlines.gather_s
 
     def vote(self, what: str, error: WeightliftError | None) -> None:
@@ -277,6 +283,8 @@ class GroupRound:
         # The cause may have come round through several ranks: it is named once, after the first.
         error.message = error.message if error.message.startswith("rank ") else named + error.message
         error.args = (error.message,)
+        # A bucket of that rank's engine says nothing about this one's.
+        error.bucket = error.buckets = None
         return error
 
     # --- one sends --------------------------------------------------------------------------------------------------------------
@@ -312,8 +320,8 @@ class GroupRound:
                 assist()
             except WeightliftError as error:
                 own = own or error
-        if own is not None:
-            raise own
+        if isinstance(own, SourceError) and own.peer is None:
+            raise own  # the fault began here: this rank has the whole of it
         if word.report is not None and word.error is None:
             self._group.committed = self._version
             return word.report

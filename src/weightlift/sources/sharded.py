@@ -158,7 +158,7 @@ class ShardedSource:
         """Full tensors where this rank sends; on the others nothing, but part in every gather."""
         gatherer = self._gatherer
         assert gatherer is not None, "manifest() comes before stream()"
-        step, timeout_s = self.group.current.gather()
+        step, timeout_s = self.group.current.gather(gatherer.steps)
         yield from gatherer.stream(step, timeout_s)
 
     @property
