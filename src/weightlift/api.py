@@ -1,8 +1,8 @@
 """The public seam: `Publisher` in the trainer, `Subscriber` in the engine's worker.
 
 Owns: lifetimes, versions, the report, the choice of transport. Must not know: how bytes move, what frames there are.
-Main path of a sync, in three hops: `Publisher.publish` -> `publishing.Sending.publish` -> `transports.driver.Driver.run`, which does
-what `protocol.round.Round` says; where several trainer ranks gather together, lockstep.py is around it. On the other side
+Main path of a sync, in three hops: `Publisher.publish` -> `publishing.Sending.publish` -> `transports.driver.Driver.run`, which
+does what `protocol.round.Round` says; where several trainer ranks gather together, lockstep.py is around it. On the other side
 `Subscriber.pull` -> `transports.follower.Follower.pull` -> `protocol.session.SubscriberSession`.
 """
 
@@ -24,7 +24,7 @@ from weightlift.lockstep import Team
 from weightlift.observe.events import Sink
 from weightlift.observe.report import SyncReport
 from weightlift.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello
-from weightlift.protocol.session import Stage, SubscriberSession
+from weightlift.protocol.session import Event, Stage, SubscriberSession
 from weightlift.publishing import Sending, Settings
 from weightlift.sources.base import GroupSource, Source
 from weightlift.transports import registry
@@ -54,7 +54,8 @@ class Publisher:
         transport: "auto", or the name of a registered transport; None takes WEIGHTLIFT_TRANSPORT, or else "auto".
         deadlines: how long each phase may take; they rule both sides.
         min_replicas: how many replicas must commit for `publish` to return; None: all that are live when it is called.
-        verify: how much of what the engines hold after the transfer is compared with the source before anybody commits. "sample": one
+        verify: how much of what the engines hold after the transfer is compared with the source before anybody commits. "sample":
+        one
             run of 256 elements of every tensor, another one each version; "full": every byte; "off": nothing. A difference is a
             DigestMismatch.
         check_finite: whether a NaN or an infinity in the source is a NonFiniteTensor instead of a version.
@@ -125,12 +126,12 @@ class Publisher:
     def publish(self, version: int) -> SyncReport:
         """Publish the source's tensors as `version`; blocks until enough replicas serve it.
 
-        Of a source that is spread over a trainer group, every rank calls this with the same version; all return the same report (or,
-        where each rank sends, its own), or all raise.
+        Of a source that is spread over a trainer group, every rank calls this with the same version; all return the same report
+        (or, where each rank sends, its own), or all raise.
 
         Raises: a WeightliftError, in bounded time, when fewer than `min_replicas` committed: the first cause, with `.report`, which
-        says what every replica serves now. LocalProtocolError if the version does not increase (the version of a failed round may be
-        repeated). PeerLost if nobody is connected.
+        says what every replica serves now. LocalProtocolError if the version does not increase (the version of a failed round may
+        be repeated). PeerLost if nobody is connected.
         """
         self._check_open()
         check_int("version", version, at_least=0)
@@ -199,6 +200,7 @@ class Subscriber:
         self._identity = (name, replica or name, rank, size, token)
         self._incarnation = secrets.token_hex(8)
         self._session = SubscriberSession()
+        self._discarded = False
         self._directory = _hold(self._endpoint)
         try:
             self._mailbox = Mailbox(self._endpoint, self._hello, curve=curve, sink=sink)
@@ -231,7 +233,12 @@ class Subscriber:
         """The version to stamp on what is generated now. TornWeights if the engine holds a mixture, LocalProtocolError if it holds
         no version yet or an update is under way."""
         if self._session.torn:
-            raise TornWeights("this engine was touched by a sync that did not finish", peer=self.name)
+            why = (
+                "this engine's weights were discarded"
+                if self._discarded
+                else "this engine was touched by a sync that did not finish"
+            )
+            raise TornWeights(why, peer=self.name)
         if self._session.stage is not Stage.IDLE or self._session.serves is None:
             why = "an update is under way" if self._session.stage is not Stage.IDLE else "no version was pulled yet"
             raise LocalProtocolError(f"this engine cannot serve: {why}", peer=self.name, remedy="call pull() first.")
@@ -240,14 +247,23 @@ class Subscriber:
     def pull(self, timeout_s: float = 60.0) -> SyncReport:
         """Take part in the next round; blocks until it is over. `report.version` is what the engine now serves.
 
-        Raises: TransferTimeout if no round is announced in time; otherwise the first cause why the round ended early for this engine.
-        `version` and `state` then say what is served.
+        Raises: TransferTimeout if no round is announced in time; otherwise the first cause why the round ended early for this
+        engine. `version` and `state` then say what is served.
         """
         if not self._open:
             raise LocalProtocolError("this subscriber is closed")
         check_seconds("timeout_s", timeout_s, zero=True)
         report = self._follower.pull(timeout_s)
+        self._discarded = False
         return dataclasses.replace(report, replicas={self._identity[1]: report.version})
+
+    def discard(self) -> None:
+        """The engine's weights are about to be given away (sleep level 2): nothing is served until the next full sync.
+
+        LocalProtocolError in the middle of a round.
+        """
+        self._session.on(Event.DISCARD)
+        self._discarded = True
 
     def _hello(self) -> Hello:
         name, replica, rank, size, token = self._identity

@@ -3,9 +3,9 @@
 Owns: `CopyList`, and which kernel does which copy. Must not know: pieces, buckets, who owns the two sides.
 Used by the packer (tensors into a bucket) and by in-place loaders (a bucket into tensors).
 
-On the CPU a contiguous copy without a cast goes through `memmove`: one thread, no interpreter lock, no OpenMP team. torch's own copy
-wakes a team of threads for every tensor of more than 32 Ki elements, in trainer and engine at the same time; on a machine whose cores
-are busy with the other process that costs more than it saves (docs/benchmarks/shm.md). All other copies go out as one
+On the CPU a contiguous copy without a cast goes through `memmove`: one thread, no interpreter lock, no OpenMP team. torch's own
+copy wakes a team of threads for every tensor of more than 32 Ki elements, in trainer and engine at the same time; on a machine
+whose cores are busy with the other process that costs more than it saves (docs/benchmarks/shm.md). All other copies go out as one
 `torch._foreach_copy_`: strided ones, casts, devices.
 """
 
@@ -73,8 +73,8 @@ class CopyList:
 def check_storage(tensor: torch.Tensor) -> None:
     """RuntimeError for a tensor whose elements are not simply in its own memory.
 
-    A tensor whose storage was freed (sharded trainers resize it to 0) still has a shape; an address into it must not be used. A wrapper
-    (a DTensor, a quantised subclass) has the address 0, or memory that means something else.
+    A tensor whose storage was freed (sharded trainers resize it to 0) still has a shape; an address into it must not be used. A
+    wrapper (a DTensor, a quantised subclass) has the address 0, or memory that means something else.
     """
     wrapped = bool(is_traceable_wrapper_subclass(tensor))
     if wrapped:

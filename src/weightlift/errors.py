@@ -20,6 +20,7 @@
     |   +-- NonFiniteTensor         check_finite found a NaN or an infinity in it
     +-- LoaderError                 the engine's loader raised while tensors were installed, released or committed
     +-- HandoffError
+    |   +-- OutOfOrder              a step of the hand-over at a moment when it is not allowed
     |   +-- BarrierTimeout
     |   +-- OutOfDeviceMemory
     |   +-- EngineBusy
@@ -48,6 +49,7 @@ __all__ = [
     "MissingParameter",
     "NonFiniteTensor",
     "OutOfDeviceMemory",
+    "OutOfOrder",
     "PeerLost",
     "ProtocolError",
     "RemoteCause",
@@ -254,6 +256,11 @@ class LoaderError(WeightliftError):
 
 class HandoffError(WeightliftError):
     """The hand-over of device memory between trainer and engine broke its order or its promise."""
+
+
+class OutOfOrder(HandoffError):
+    """A step of the hand-over was asked for when it is not allowed: the KV cache before the barrier, a sync while the weights are
+    asleep. Nothing was done."""
 
 
 class BarrierTimeout(HandoffError):

@@ -1,16 +1,16 @@
 """Sends and receives between the ranks of one group, each bounded, in a communicator of its own.
 
-Owns: `Fabric`, and what torch.distributed's store and backends raise, mapped to this library's errors. Must not know: what is sent, who
-decides. Used by sources (gathers) and by nobody's default process group: a training step that runs meanwhile is not disturbed.
+Owns: `Fabric`, and what torch.distributed's store and backends raise, mapped to this library's errors. Must not know: what is sent,
+who decides. Used by sources (gathers) and by nobody's default process group: a training step that runs meanwhile is not disturbed.
 
     receiver                                        sender
       posts its receives of step k
       want/k in the store  ----------------------->  waits for it, in slices, as long as the receiver lives
       waits for the bytes  <-----------------------  sends
 
-Waiting for another rank happens in the store, where a wait may be given up and taken up again. A Gloo receive that was given up closes
-its connection for good, so the communicator itself is waited for only when both ends are known to be there; after any failure it is
-torn down, and the next round builds a new one (a few milliseconds on one host).
+Waiting for another rank happens in the store, where a wait may be given up and taken up again. A Gloo receive that was given up
+closes its connection for good, so the communicator itself is waited for only when both ends are known to be there; after any
+failure it is torn down, and the next round builds a new one (a few milliseconds on one host).
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Fabric:
     def get(self, key: str, *, of: int, doing: str, timeout_s: float | None = None, unless: str = "") -> bytes:
         """The value of a key that rank `of` sets, waited for.
 
-        timeout_s: how long since that rank's last sign of life (see `alive`); None for silence_s. A rank that shows that it lives is
-        waited for: it is bounded by its own deadlines.
+        timeout_s: how long since that rank's last sign of life (see `alive`); None for silence_s. A rank that shows that it lives
+        is waited for: it is bounded by its own deadlines.
         unless: a key that says that the rank will not do it any more.
         doing: what the rank is expected to do, for the error: "rank 1 of the trainer did not <doing> within 30 s".
         """

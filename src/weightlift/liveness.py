@@ -1,8 +1,8 @@
 """Whether a process is alive, without asking it.
 
 Owns: pidfds, the identity of a host. Must not know: frames, peers' names.
-A pidfd becomes readable when the process ends, however it ends, also while a child that it forked keeps its sockets open. It is only
-valid on the same host and in the same pid namespace; other peers are watched by the heartbeats of the channel.
+A pidfd becomes readable when the process ends, however it ends, also while a child that it forked keeps its sockets open. It is
+only valid on the same host and in the same pid namespace; other peers are watched by the heartbeats of the channel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch.nn's side of the vocabulary: canonical names and a stable walk over what a sync consists of.
 
-Owns: `Slot` (one named tensor and where it hangs), `walk`, `aliases`, and `HeldTensors`, named tensors that know whether they moved.
-Must not know: manifests' digests, transports, who copies.
+Owns: `Slot` (one named tensor and where it hangs), `walk`, `aliases`, and `HeldTensors`, named tensors that know whether they
+moved. Must not know: manifests' digests, transports, who copies.
 Sources and loaders use the same walk, so that wrapped on one side and bare on the other means the same names.
 
 What is walked: parameters, frozen ones too, and persistent buffers; non-persistent buffers are not. Wrapper segments are dropped by

@@ -1,7 +1,7 @@
 """The publisher's side towards engines: one round after the other to whoever is connected.
 
-Owns: `Sending`: the reception, the senders, the packer and the auditor of one address; which version comes next. Must not know: other
-ranks of the trainer (lockstep.py). `api.Publisher` is its public face.
+Owns: `Sending`: the reception, the senders, the packer and the auditor of one address; which version comes next. Must not know:
+other ranks of the trainer (lockstep.py). `api.Publisher` is its public face.
 """
 
 from __future__ import annotations

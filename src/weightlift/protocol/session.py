@@ -74,6 +74,7 @@ class Event(enum.Enum):
     FAIL = "own error"
     LOST = "publisher gone"
     EXPIRED = "deadline passed"
+    DISCARD = "the engine gave its weights away"
 
 
 class Effect(enum.Enum):
@@ -89,7 +90,7 @@ _KEEP: Mapping[Event, tuple[Stage, Effect]] = dict.fromkeys(_QUIT, (Stage.IDLE, 
 _TEAR: Mapping[Event, tuple[Stage, Effect]] = dict.fromkeys(_QUIT, (Stage.IDLE, Effect.TEAR))
 
 SUBSCRIBER_LAW: Final[Mapping[Stage, Mapping[Event, tuple[Stage, Effect]]]] = {
-    Stage.IDLE: {Event.OFFER: (Stage.PREPARE, Effect.KEEP)},
+    Stage.IDLE: {Event.OFFER: (Stage.PREPARE, Effect.KEEP), Event.DISCARD: (Stage.IDLE, Effect.TEAR)},
     Stage.PREPARE: {
         Event.MANIFEST: (Stage.PREPARE, Effect.KEEP),
         Event.ACCEPT: (Stage.READY, Effect.KEEP),

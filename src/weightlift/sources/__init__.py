@@ -1,6 +1,7 @@
 """The trainer's side: where tensors come from, and how they get into buckets. Must not know transports.
 
-`FSDP1Source` and `FSDP2Source` are in modules of their own, which import torch.distributed's wrappers: they are loaded when asked for.
+`FSDP1Source` and `FSDP2Source` are in modules of their own, which import torch.distributed's wrappers: they are loaded when asked
+for.
 """
 
 from typing import Any

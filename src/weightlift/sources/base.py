@@ -43,8 +43,9 @@ class StableSource(Source, Protocol):
 class GroupSource(Source, Protocol):
     """A source that is spread over several ranks, which all publish together.
 
-    `stream` is called on every rank: it yields full tensors where `group.sends`, and takes part in the gathers on the others. Closing
-    it early still takes part in the rest. A stable one (of ranks that hold full copies) needs no gather, and is not streamed.
+    `stream` is called on every rank: it yields full tensors where `group.sends`, and takes part in the gathers on the others.
+    Closing it early still takes part in the rest. A stable one (of ranks that hold full copies) needs no gather, and is not
+    streamed.
     """
 
     group: TrainerGroup

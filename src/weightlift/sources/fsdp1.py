@@ -1,8 +1,7 @@
 """FSDP1 (`FullyShardedDataParallel`): flat parameters, with and without `use_orig_params`.
 
 Owns: reading flat parameters: which names lie where in which flat tensor. Must not know: how parts move.
-torch has no public way to read one unit's shards without a collective on the training's own process group, so this file reads the
-handle's attributes; tests/multiprocess/test_sharded_sources.py holds it to every layout. What is not sharded (ignored parameters,
+What is not sharded (ignored parameters,
 buffers) is whole on every rank and sent as it is.
 """
 
@@ -13,29 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from weightlift.errors import ConfigError
+from weightlift.flat import flat_handles, local_shard, places_of
 from weightlift.modules import aliases, prefixes, walk
 from weightlift.sources.gather import Shard, Spread
 from weightlift.sources.layout import Cut
 from weightlift.sources.sharded import Layer, Named, ShardedSource
 
-__all__ = ["FSDP1Source", "flat_handles", "local_shard"]
-
-
-def flat_handles(module: torch.nn.Module) -> list[Any]:
-    """The handles of all flat parameters under a module, in module order."""
-    units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
-    return [unit._handle for unit in units if getattr(unit, "_handle", None) is not None]
-
-
-def local_shard(handle: Any) -> torch.Tensor:
-    """This rank's part of a flat parameter, 1-D, padding included. Also while FSDP has the whole tensor in its place (a root after a
-    forward pass without a backward)."""
-    flat = handle.flat_param
-    shard: torch.Tensor | None = getattr(flat, "_local_shard", None)
-    return (flat if shard is None else shard).detach()
+__all__ = ["FSDP1Source"]
 
 
 class FSDP1Source(ShardedSource):
@@ -55,7 +40,7 @@ class FSDP1Source(ShardedSource):
         managed: set[tuple[int, str]] = set()
         layers = []
         for handle in handles:
-            managed |= set(_managed(handle))
+            managed |= set(places_of(handle))
             layers.append(Layer(tuple(self._of_handle(handle, names_of)), divisible=False))
         slots = [slot for slot in walk(self.module) if (id(slot.owner), slot.key) not in managed and slot.key != "_flat_param"]
         alias = aliases((slot.name, slot.tensor) for slot in slots)
@@ -120,12 +105,6 @@ class FSDP1Source(ShardedSource):
     def _device(self) -> torch.device:
         handles = flat_handles(self.module)
         return torch.device(handles[0].device) if handles else torch.device("cpu")
-
-
-def _managed(handle: Any) -> Iterator[tuple[int, str]]:
-    """Where the original parameters of a handle hang, as (id of the dict, key)."""
-    for info in (*handle.flat_param._param_infos, *handle.flat_param._shared_param_infos):
-        yield id(info.module._parameters), info.param_name
 
 
 def _starts(flat: Any) -> list[int]:

@@ -32,8 +32,8 @@ def _fsdp_module() -> type:
 class FSDP2Source(ShardedSource):
     """All parameters and persistent buffers of a module that `fully_shard` was applied to, under canonical names.
 
-    Args: as of ShardedSource. Layer groups are what was wrapped together; a root that holds the embedding and the head is gathered in
-    runs, so that never more than a few layers are whole at once.
+    Args: as of ShardedSource. Layer groups are what was wrapped together; a root that holds the embedding and the head is gathered
+    in runs, so that never more than a few layers are whole at once.
     """
 
     def _settle(self) -> None:

@@ -5,9 +5,9 @@ Owns: what a rank sends to whom, the two arenas, the drain. Must not know: FSDP,
     receiver  wait(k)  unpack k  post(k+1)  yield the tensors of k ...  wait(k+1) ...
     holder    post(k)  post(k+1) when k is through ...
 
-Memory of a receiver above its resident shards: the arena that holds group k, and the inbox that fills with k+1 while k is used. Both
-are as large as the largest group, are reused from group to group, and are given back when the stream ends. So a tensor that is yielded
-is valid until the next one is asked for.
+Memory of a receiver above its resident shards: the arena that holds group k, and the inbox that fills with k+1 while k is used.
+Both are as large as the largest group, are reused from group to group, and are given back when the stream ends. So a tensor that is
+yielded is valid until the next one is asked for.
 
 A rank that fails goes on to the end, with parts that are marked as failed: nobody waits for it, and nobody uses what it sends.
 """
@@ -198,7 +198,8 @@ class Gatherer:
     def stream(self, step: str, timeout_s: float) -> Iterator[torch.Tensor]:
         """The full tensors, in order; none where this rank does not receive. Closing it early still takes part in the rest.
 
-        step: names this stream, the same on all ranks. Raises SourceError for what another rank failed with, PeerLost, TransferTimeout.
+        step: names this stream, the same on all ranks. Raises SourceError for what another rank failed with, PeerLost,
+        TransferTimeout.
         """
         walk = _Walk(self, step, timeout_s)
         try:

@@ -85,7 +85,8 @@ class TrainerGroup:
 
     Args:
         ranks: of the default process group; None: all. The first one is the sender, where one sends.
-        senders: "first": one rank sends to all engines. "each": every rank has an address, and engines, of its own, and nobody's engine
+        senders: "first": one rank sends to all engines. "each": every rank has an address, and engines, of its own, and nobody's
+        engine
             commits before everybody's has verified.
 
     Raises ConfigError without a default process group, or if this process is not one of the ranks.

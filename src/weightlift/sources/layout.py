@@ -2,9 +2,9 @@
 
 Owns: boxes, and the sharding rules that trainers use. Must not know: torch, process groups, what is gathered.
 
-A shard is a box: one contiguous range for each axis. Cutting an axis of n elements over w ranks gives every rank ceil(n / w) of them
-until none are left (torch.chunk), so the last ranks may hold fewer, or nothing. Several mesh dimensions may cut the same axis: each
-cuts what the ones before left, the strided ones (FSDP on top of tensor parallelism, which physically comes first) last.
+A shard is a box: one contiguous range for each axis. Cutting an axis of n elements over w ranks gives every rank ceil(n / w) of
+them until none are left (torch.chunk), so the last ranks may hold fewer, or nothing. Several mesh dimensions may cut the same axis:
+each cuts what the ones before left, the strided ones (FSDP on top of tensor parallelism, which physically comes first) last.
 """
 
 from __future__ import annotations

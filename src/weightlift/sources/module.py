@@ -19,8 +19,8 @@ from weightlift.tensors import entry_of, torch_dtype
 __all__ = ["DDPSource", "DtypePolicy", "MappingSource", "ModuleSource", "dtype_of"]
 
 DtypePolicy: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str] | None
-"""The dtype on the wire: None keeps each tensor's own; one dtype for all floating-point tensors; or {regex: dtype}, first match wins,
-tensors that match nothing keep their own."""
+"""The dtype on the wire: None keeps each tensor's own; one dtype for all floating-point tensors; or {regex: dtype}, first match
+wins, tensors that match nothing keep their own."""
 
 
 class _HeldSource:
@@ -78,7 +78,8 @@ class MappingSource(_HeldSource):
 
 
 class DDPSource(ModuleSource):
-    """A module that every rank of a group holds whole (DistributedDataParallel): nothing is gathered, but all ranks publish in step.
+    """A module that every rank of a group holds whole (DistributedDataParallel): nothing is gathered, but all ranks publish in
+    step.
 
     Args: as of ModuleSource. group: the ranks that train it; default: all of the default process group, the first one sends.
     """

@@ -61,8 +61,8 @@ class ShardedSource:
         dtype: see DtypePolicy. The cast happens on each rank before its part is sent.
         max_group_bytes: bound on what is gathered at once; one tensor may be larger.
 
-    Every rank makes the source, and calls Publisher.publish. Nothing of the module is changed; FSDP2 modules that are whole at the time
-    are resharded, as FSDP does by itself after a backward pass.
+    Every rank makes the source, and calls Publisher.publish. Nothing of the module is changed; FSDP2 modules that are whole at the
+    time are resharded, as FSDP does by itself after a backward pass.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def pair(
     source: Source,
     loaders: Mapping[str, Loader] | Loader,
     *,
-    transport: str = "shm",
+    transport: str | None = "shm",
     slot_bytes: int = 4096,
     slots: int = 2,
     deadlines: Deadlines = FAST,

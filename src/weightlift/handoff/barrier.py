@@ -1,0 +1,106 @@
+"""The roll call before a KV cache wakes: every rank says that its memory is free, or why it is not.
+
+Owns: `Barrier`. Must not know: phases, memory. In a single process it does nothing. It never uses a collective: a rank that does
+not come is named, and nobody is left inside of something that cannot be given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from typing import Any, Final
+
+import msgspec
+import torch.distributed as dist
+
+from weightlift.config import check_seconds
+from weightlift.errors import BarrierTimeout, HandoffError, PeerLost, TransferTimeout
+from weightlift.fabric import Fabric
+
+__all__ = ["Barrier"]
+
+_FAILED: Final = "failed"
+_made: collections.Counter[str] = collections.Counter()
+
+
+class _Here(msgspec.Struct, frozen=True):
+    """A rank arrived; its reason if it cannot let the others go on."""
+
+    failure: str = ""
+
+
+_here: Final = msgspec.msgpack.Decoder(_Here)
+
+
+class Barrier:
+    """A reusable roll call of ranks.
+
+    Args:
+        name: the same on all ranks. index, size: this rank among them; None: of the default process group, or alone without one.
+        store: a torch.distributed store that all reach; default: the default process group's.
+
+    One thread at a time. `meet` blocks; in asyncio, `await barrier.meet_async(...)`.
+    """
+
+    def __init__(self, name: str = "barrier", *, index: int | None = None, size: int | None = None, store: Any = None) -> None:
+        if index is None or size is None:
+            together = dist.is_available() and dist.is_initialized()
+            index, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self.index: Final = index
+        self.size: Final = size
+        self._meetings = 0
+        _made[name] += 1
+        name = f"barrier/{name}/{_made[name]}"
+        self._fabric = None if size == 1 else Fabric(name, index, size, silence_s=20.0, store=store)
+
+    def meet(self, timeout_s: float, *, failure: BaseException | None = None) -> None:
+        """Wait until every rank is here.
+
+        failure: why this rank cannot let the others go on: all raise it.
+        Raises: BarrierTimeout naming every rank that is missing; HandoffError with the reason of a rank that failed (on that rank
+        its own exception); in a single process nothing but the failure.
+        """
+        check_seconds("timeout_s", timeout_s)
+        self._meetings += 1
+        if self._fabric is not None:
+            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            self._fabric.put(self._key(self.index), msgspec.msgpack.encode(_Here(own)))
+            self._fabric.drop([f"{self._meetings - 2}/{self.index}"])
+        if failure is not None:
+            raise failure
+        if self._fabric is not None:
+            with self._fabric.alive():
+                self._hear(self._fabric, timeout_s)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._meetings}/{rank}"
+
+    def _hear(self, fabric: Fabric, timeout_s: float) -> None:
+        missing: list[int] = []
+        first: BaseException | None = None
+        for rank in range(self.size):
+            # Once somebody is missing, the others are only looked for: the deadline is over.
+            limit_s = 0.001 if missing else timeout_s
+            try:
+                here = _here.decode(fabric.get(self._key(rank), of=rank, doing="come to the barrier", timeout_s=limit_s))
+            except (TransferTimeout, PeerLost) as error:
+                missing.append(rank)
+                first = first or error
+                continue
+            if here.failure:
+                raise HandoffError(f"rank {rank} cannot go on: {here.failure}", peer=f"trainer rank {rank}")
+        if missing:
+            names = ", ".join(f"rank {rank}" for rank in missing)
+            raise BarrierTimeout(
+                f"{names} of {self.size} did not come to the barrier within {timeout_s} s",
+                remedy="the KV cache stays asleep; see what they are doing, and try again.",
+            ) from first
+
+    async def meet_async(self, timeout_s: float, *, failure: BaseException | None = None) -> None:
+        """The same, off the event loop."""
+        await asyncio.to_thread(self.meet, timeout_s, failure=failure)
+
+    def close(self) -> None:
+        """Give back everything. Idempotent."""
+        if self._fabric is not None:
+            self._fabric.close()
