@@ -263,6 +263,8 @@ def obey(
         strike.arm(command["at"], command["act"])
     elif do == "wait":
         publisher.wait_for_peers(command["count"], timeout_s=20.0)
+    elif do in ("offload", "load", "snapshot", "restore", "meet"):
+        return hand_over(do, command, model, optimiser)
     elif do == "digest":
         return {"digest": digest(model, optimiser)}
     elif do == "publish":
@@ -270,6 +272,32 @@ def obey(
         report = publisher.publish(command["version"])
         threads = [thread.name for thread in threading.enumerate() if "pulse" in thread.name]
         return {"version": report.version, "bytes": report.bytes, "peak": getattr(source, "peak_bytes", 0), "pulses": threads}
+    return {}
+
+
+KEPT: dict[str, Any] = {}
+
+
+def hand_over(do: str, command: dict[str, Any], model: nn.Module, optimiser: Any) -> dict[str, Any]:
+    """The trainer's side of the hand-over of memory."""
+    from weightlift.handoff import Barrier, ShardSnapshot, offload_for
+
+    handler = KEPT.setdefault("offload", offload_for(model, optimiser))
+    barrier = KEPT.setdefault("barrier", Barrier("test"))
+    if do == "offload":
+        before = handler.resident_bytes()
+        return {"moved": handler.offload(), "before": before, "left": handler.resident_bytes(), "handler": type(handler).__name__}
+    if do == "load":
+        return {"moved": handler.load()}
+    if do == "meet":
+        time.sleep(command.get("late_s", 0.0))
+        barrier.meet(command["timeout_s"], failure=RuntimeError(command["failure"]) if "failure" in command else None)
+        return {"at": time.monotonic()}
+    if do == "snapshot":
+        KEPT["snapshot"] = ShardSnapshot(handler)
+    else:
+        KEPT["snapshot"].restore(handler)
+    barrier.meet(20.0)
     return {}
 
 

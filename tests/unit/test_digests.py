@@ -124,3 +124,12 @@ def test_in_the_long_run_a_sample_sees_every_element() -> None:
         start, stop = span(20_000, "sample", version)
         seen[start:stop] = True
     assert bool(seen.all())
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (700,), (5, 3)])
+def test_looking_at_a_tensor_leaves_its_storage_as_it_was(shape: tuple[int, ...]) -> None:
+    """A trainer whose weights were digested once can still be offloaded: numpy would have marked the storage as shared."""
+    tensor = torch.randn(*shape)
+    for view in (tensor, tensor.t() if tensor.ndim == 2 else tensor[::2]):
+        digests([Probe(view, torch.float32), Probe(view, torch.bfloat16)], "xxh3", "full", 1)
+        assert view.untyped_storage().resizable()

@@ -18,6 +18,7 @@ Neither is meant to stop an attacker who can choose weights: they find faults.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -68,7 +69,7 @@ class Probe:
         plain = {tensor.dtype, self._via} == {dtype} and tensor.is_contiguous() and not _lazy(tensor) and self.count
         # Made once: for many small tensors, making the views costs ten times the hashing.
         self._bytes = _flat(self.tensor).view(torch.uint8) if plain else None
-        self.memory = self._bytes.numpy().data if self._bytes is not None and tensor.device.type == "cpu" else None
+        self.memory = _memory_of(self._bytes) if self._bytes is not None and tensor.device.type == "cpu" else None
 
     def xxh3(self, where: Span) -> bytes:
         """The xxh3 of the span's bytes."""
@@ -77,7 +78,8 @@ class Probe:
             return xxhash.xxh3_64_digest(self.memory[where[0] * item : where[1] * item])
         state = xxhash.xxh3_64()
         for run in self.runs(where):
-            state.update(run.cpu().numpy().data)
+            host = run.cpu()
+            state.update(_memory_of(host))
         return state.digest()
 
     def runs(self, where: Span) -> Iterator[torch.Tensor]:
@@ -99,6 +101,16 @@ class Probe:
         else:
             run = tensor[torch.unravel_index(torch.arange(start, stop, device=tensor.device), tensor.shape)]
         return run.to(self._via).to(self.dtype)
+
+
+def _memory_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a 1-D uint8 tensor in host memory, valid as long as the tensor and its storage are.
+
+    Not through numpy: that would mark the storage as shared, and a trainer whose weights were looked at once could never be offloaded.
+    """
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Proof:
             words = (numpy.frombuffer(side, dtype=">u8") for side in (own, dispute.blocks))
             start = int(numpy.flatnonzero(numpy.not_equal(*words))[0]) * dispute.block
             block = probe.elements(start, min(start + dispute.block, probe.count))
-            data = block.cpu().view(torch.uint8).numpy().tobytes()
+            data = block.to("cpu", copy=True).view(torch.uint8).numpy().tobytes()
         return Evidence(round=dispute.round, version=dispute.version, start=start, data=data)
 
 
