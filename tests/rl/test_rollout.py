@@ -11,7 +11,7 @@ import pytest
 from weightlift.errors import LocalProtocolError, TornWeights, TransferTimeout, WeightliftError
 from weightlift.rl.config import TinyModelConfig
 from weightlift.rl.models import build_tiny
-from weightlift.rl.rollout import serve
+from weightlift.rl.rollout import Parts, serve
 from weightlift.samples import Prompt, SampleEndpoint, SamplePlane, SamplingParams
 
 SAMPLING = SamplingParams(samples=2, max_new_tokens=3, temperature=1.0, greedy=False, seed=0)
@@ -48,7 +48,7 @@ def serving(*script):
 
         def work():
             with SampleEndpoint(address=plane.address, name="rollout-0") as endpoint:
-                serve(endpoint, ScriptedSubscriber(*script), text_model)
+                serve(endpoint, Parts(ScriptedSubscriber(*script), text_model))
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()

@@ -15,7 +15,6 @@ import torch
 from weightlift.errors import TornWeights, WeightliftError
 from weightlift.handoff.barrier import Barrier
 from weightlift.handoff.ledger import Ledger
-from weightlift.handoff.offload import Offload
 from weightlift.handoff.phases import StepEvent, StepOrder, StepStage
 from weightlift.handoff.sleep import SleepLevel
 
@@ -37,6 +36,20 @@ class EngineControl(Protocol):
         """Device memory for the KV cache."""
 
 
+class Movable(Protocol):
+    """A trainer's memory; Offload is one."""
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether it is on the host."""
+
+    def offload(self) -> int:
+        """To the host; returns the bytes."""
+
+    def load(self) -> int:
+        """Back."""
+
+
 def release_cached_memory() -> None:
     """Give cached blocks back to the device: the light release. Never a full collection: it costs time here and frees nothing."""
     if torch.cuda.is_available():
@@ -55,7 +68,7 @@ class ColocatedStep:
 
     def __init__(
         self,
-        offload: Offload,
+        offload: Movable,
         barrier: Barrier,
         ledger: Ledger,
         engine: EngineControl | None,
@@ -98,6 +111,12 @@ class ColocatedStep:
             if self.order.stage in (StepStage.HOLDING, StepStage.EMPTY) and _may_have_torn(error):
                 self.order.on(StepEvent.TORN)
             raise
+
+    def reuse(self) -> None:
+        """No sync: the engine wakes with the weights that it had. OutOfOrder if they were discarded."""
+        self.wake_weights()
+        self._arrow(StepEvent.REUSE, lambda: None)
+        self.wake_kv_cache()
 
     def wake_kv_cache(self) -> None:
         """The trainer leaves, every rank says that its memory is free, the KV cache wakes."""

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -68,6 +69,15 @@ class Collector:
         prompts = [self._text_model.encode_prompt(problem.prompt) for problem in problems]
         groups = self._engine.generate(prompts, params)
         return Experience(prompts, groups, torch.tensor(self._rewards(problems, groups)))
+
+    def state(self) -> list[Any]:
+        """Where the choice of problems stands, for a checkpoint."""
+        version, words, gauss = self._random.getstate()
+        return [version, list(words), gauss]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Go on from `state`: the same problems, the same seeds for the engine."""
+        self._random.setstate((state[0], tuple(state[1]), state[2]))
 
     def evaluate(self) -> float:
         """Share of the held-out problems that the engine answers right, greedily, with the weights that it serves

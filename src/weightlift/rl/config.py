@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
 
 from weightlift.config import check_int, check_seconds
 from weightlift.errors import ConfigError
@@ -20,10 +22,12 @@ __all__ = [
     "TimeoutConfig",
     "TinyModelConfig",
     "TrainConfig",
+    "TrainerKind",
     "WarmStartConfig",
     "check_number",
 ]
 
+TrainerKind: TypeAlias = Literal["single", "ddp", "fsdp1", "fsdp2"]
 _T = TypeVar("_T")
 
 
@@ -186,6 +190,19 @@ class TrainConfig:
     """GRPO steps; every one ends in a weight sync."""
     sync: bool = True
     """--no-sync publishes the first weights only: the rollout process samples from them for the whole run."""
+    trainer: TrainerKind = "single"
+    """How the model is trained: in one process, or by several with ddp, fsdp1 or fsdp2."""
+    trainer_processes: int = 1
+    """Trainer ranks on this host; more than 1 needs ddp, fsdp1 or fsdp2."""
+    colocate: bool = False
+    """Trainer and engine take turns: the engine sleeps while the trainer trains, and parameters and optimizer state are off the
+    device while the engine generates. Without a GPU the device is simulated, with a budget in which the order matters."""
+    sleep_level: Literal[1, 2] = 2
+    """With --colocate: 1 offloads the engine's weights while it sleeps, 2 discards them (every step syncs anyway)."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints (torch.distributed.checkpoint) in OUT/checkpoints; 0 for none."""
+    resume: pathlib.Path | None = None
+    """OUT of an earlier run: goes on after its last checkpoint with that run's settings; only --out and --steps are taken from here."""
     model: pathlib.Path | None = None
     """Folder of a Hugging Face causal LM to train instead of the embedded model."""
     threads: int = 2
@@ -209,6 +226,18 @@ class TrainConfig:
         check_int("seed", self.seed, at_least=0)
         check_int("steps", self.steps, at_least=1)
         check_int("threads", self.threads, at_least=1)
+        check_int("trainer_processes", self.trainer_processes, at_least=1)
+        check_int("checkpoint_every", self.checkpoint_every, at_least=0)
+        if self.trainer not in get_args(TrainerKind):
+            raise ConfigError(f"trainer must be one of {', '.join(get_args(TrainerKind))}, got {self.trainer!r}")
+        if self.sleep_level not in (1, 2):
+            raise ConfigError(f"sleep_level must be 1 or 2, got {self.sleep_level!r}")
+        if self.trainer == "single" and self.trainer_processes > 1:
+            raise ConfigError(f"trainer must be ddp, fsdp1 or fsdp2 for {self.trainer_processes} trainer_processes, got 'single'")
+        if self.colocate and not self.sync and self.sleep_level == 2:
+            raise ConfigError("sleep_level must be 1 with --colocate and --no-sync (discarded weights need a sync), got 2")
+        if self.resume is not None and not (self.resume / "checkpoints").is_dir():
+            raise ConfigError(f"resume must be the directory of a run with checkpoints, got {str(self.resume)!r}")
         if self.model is not None and not self.model.is_dir():
             raise ConfigError(f"model must be a folder with a Hugging Face causal LM, got {str(self.model)!r}")
         if self.sampling.prompts is not None and self.grpo.minibatches > self.sampling.prompts:
@@ -234,10 +263,18 @@ class TrainConfig:
             grpo=dataclasses.replace(self.grpo, learning_rate=_or(self.grpo.learning_rate, 3e-4 if tiny else 1e-6)),
         )
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
+        """What `to_dict` made; ConfigError for anything else."""
+        try:
+            return msgspec.convert(data, cls, dec_hook=lambda kind, value: kind(value))
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ConfigError(f"config must be that of a training run, got one in which {error}") from error
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data, paths as strings."""
         data = dataclasses.asdict(self)
-        for name in ("out", "model"):
+        for name in ("out", "model", "resume"):
             data[name] = None if data[name] is None else str(data[name])
         return data
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from weightlift.errors import RemoteProtocolError
+from weightlift.handoff import SleepLevel
 from weightlift.rl.config import TimeoutConfig, TrainConfig
 from weightlift.rl.processes import RolloutProcess
-from weightlift.rl.rollout import RolloutSettings
+from weightlift.rl.rollout import Colocated, RolloutSettings
 from weightlift.samples import GenerateReply, Prompt, Sample, SamplePlane, SamplingParams, SyncReply
 
 __all__ = ["Engine", "RolloutEngine"]
@@ -44,6 +45,18 @@ class Engine(Protocol):
         """Write the tensors that it holds to `<name>.safetensors` in a directory."""
         ...
 
+    def sleep(self, level: SleepLevel) -> None:
+        """Give the KV cache's memory back, offload or discard the weights."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Memory for the weights."""
+        ...
+
+    def wake_kv_cache(self) -> None:
+        """Memory for the KV cache."""
+        ...
+
     def close(self) -> None:
         """End the engine and everything it started. Safe to call again."""
         ...
@@ -53,10 +66,19 @@ class RolloutEngine:
     """One rollout process on this host.
 
     Args:
-        config: resolved. weights_address: `weightlift.new_address()`. directory: gets `<name>.log`.
+        config: resolved. weights_address: `weightlift.new_address()`. directory: gets `<name>.log`. colocated: it shares the
+            trainer's devices.
     """
 
-    def __init__(self, config: TrainConfig, *, weights_address: str, directory: pathlib.Path, name: str = "rollout-0") -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        weights_address: str,
+        directory: pathlib.Path,
+        name: str = "rollout-0",
+        colocated: Colocated | None = None,
+    ) -> None:
         self._name: Final = name
         self._timeouts: Final[TimeoutConfig] = config.timeouts
         self._plane = SamplePlane(max_in_flight=2, watch=self._check)
@@ -69,6 +91,7 @@ class RolloutEngine:
             tiny=config.tiny,
             seed=config.seed + 1,
             threads=config.threads,
+            colocated=colocated,
         )
         try:
             self._process = RolloutProcess(settings, log_path=directory / f"{name}.log")
@@ -115,6 +138,22 @@ class RolloutEngine:
     def save(self, directory: pathlib.Path) -> None:
         """The process writes the file itself; returns when it is there."""
         ticket = self._plane.save(self._name, str((directory / f"{self._name}.safetensors").absolute()))
+        self._plane.collect(ticket, timeout_s=self._timeouts.sync_s)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """See Engine."""
+        self._move("sleep", int(level))
+
+    def wake_weights(self) -> None:
+        """See Engine."""
+        self._move("wake_weights")
+
+    def wake_kv_cache(self) -> None:
+        """See Engine."""
+        self._move("wake_kv_cache")
+
+    def _move(self, action: Literal["sleep", "wake_weights", "wake_kv_cache"], level: int = 0) -> None:
+        ticket = self._plane.move_memory(self._name, action, level=level)
         self._plane.collect(ticket, timeout_s=self._timeouts.sync_s)
 
     def close(self) -> None:

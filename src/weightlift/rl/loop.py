@@ -8,8 +8,10 @@
             rewards, advantages, update
             publish version n -- weights -->     pull
 
-The two take turns; `_publish` is the only place where both work at once: the engine is told first, because publisher
-and subscriber have to be in the round together. With `sync=False` only version 0 is ever published.
+The two take turns; a publish is the only time when both work at once: the engine is told first, because publisher
+and subscriber have to be in the round together (rl/trainer.py). With `sync=False` only version 0 is ever published. The trainer may
+be several ranks (rl/team.py), and with `colocate` the two also hand memory to each other (handoff/step.py): the order of this loop
+stays the same.
 
 Owns: the order of things. Must not know: how samples or weights travel. Called by cli/train.py.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import time
 from typing import Any, Protocol
@@ -25,18 +28,19 @@ from typing import Any, Protocol
 import torch
 
 import weightlift
-from weightlift import Deadlines, Publisher, SyncReport
-from weightlift.errors import RemoteProtocolError
+from weightlift import SyncReport
+from weightlift.handoff import SimulatedDevice, SleepLevel
+from weightlift.rl import checkpoint
 from weightlift.rl.collect import Collector
 from weightlift.rl.config import TrainConfig
 from weightlift.rl.engine import Engine, RolloutEngine
-from weightlift.rl.learner import Learner
-from weightlift.rl.models import build_tiny, load_folder
+from weightlift.rl.models import TextModel, build_tiny, load_folder
+from weightlift.rl.rollout import Colocated
 from weightlift.rl.runlog import RunLog, StepRecord, Stopwatch, default_directory
 from weightlift.rl.snapshots import Snapshots
 from weightlift.rl.tasks import ReasoningGymTask
+from weightlift.rl.team import Team
 from weightlift.rl.warmstart import warm_start
-from weightlift.sources import ModuleSource
 
 __all__ = ["Reporter", "RunResult", "train"]
 
@@ -60,30 +64,32 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
-    """The parts of a run."""
+    """The parts of a run. start: the step that was finished last, 0 at the beginning."""
 
+    config: TrainConfig
+    directory: pathlib.Path
     engine: Engine
-    publisher: Publisher
+    team: Team
     collector: Collector
-    learner: Learner
     snapshots: Snapshots | None
+    start: int
 
 
 def train(config: TrainConfig, reporter: Reporter) -> RunResult:
-    """One whole run. Raises a WeightliftError in bounded time; whatever ends it, the rollout process is gone when this
-    returns."""
+    """One whole run. Raises a WeightliftError in bounded time; whatever ends it, the rollout process and the other trainer ranks
+    are gone when this returns."""
     started = time.perf_counter()
-    config = config.resolved()
-    torch.set_num_threads(config.threads)
+    config = _resumed(config).resolved()
+    torch.set_num_threads(max(1, config.threads // config.trainer_processes))
     torch.manual_seed(config.seed)
     directory = config.out or default_directory()
     with RunLog(directory, config.to_dict()) as log, contextlib.ExitStack() as stack:
         run = _prepare(config, directory, stack, reporter)
-        first = _publish(run, version=0)
+        first = _publish(run, version=run.start)
         reporter.phase("evaluating the held-out problems")
         before = run.collector.evaluate()
-        for step in range(1, config.steps + 1):
-            record = _step(run, step, sync=config.sync)
+        for step in range(run.start + 1, config.steps + 1):
+            record = _step(run, step)
             log.step(record)
             reporter.step(record, config.steps)
         reporter.phase("evaluating the held-out problems again")
@@ -94,22 +100,55 @@ def train(config: TrainConfig, reporter: Reporter) -> RunResult:
                 "held_out_after": after,
                 "first_sync": first.to_dict(),
                 "seconds": time.perf_counter() - started,
+                **_device_summary(run),
             }
         )
-    return RunResult(directory, summary, config.snapshot)
+    return RunResult(directory, summary, run.snapshots is not None)
+
+
+def _resumed(config: TrainConfig) -> TrainConfig:
+    """The settings of the run that is resumed, or the given ones."""
+    if config.resume is None:
+        return config
+    stored = TrainConfig.from_dict(json.loads((config.resume / "config.json").read_text(encoding="utf-8")))
+    return dataclasses.replace(stored, out=config.out, steps=config.steps, resume=config.resume)
 
 
 def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.ExitStack, reporter: Reporter) -> _Run:
-    """Everything up to version 0. The rollout process starts before the warm start, so that it imports and builds meanwhile."""
+    """Everything up to the first version. The other processes start before the warm start, so that they import and build meanwhile."""
     task = ReasoningGymTask(config.task or "", config.problems, seed=config.seed)
     address = weightlift.new_address()
-    reporter.phase("starting the rollout process")
-    engine = stack.enter_context(contextlib.closing(RolloutEngine(config, weights_address=address, directory=directory)))
     text_model = build_tiny(config.tiny, seed=config.seed) if config.model is None else load_folder(config.model)
-    limit_s = config.timeouts.sync_s
-    limits = Deadlines(announce_s=limit_s, prepare_s=limit_s, transfer_s=limit_s, release_s=limit_s, commit_s=limit_s)
-    source = ModuleSource(text_model.model)
-    publisher = stack.enter_context(Publisher(source, address, transport=config.transport, deadlines=limits, verify=config.verify))
+    shared = _shared_device(config, text_model.model, directory)
+    reporter.phase("starting the rollout process")
+    engine = stack.enter_context(
+        contextlib.closing(RolloutEngine(config, weights_address=address, directory=directory, colocated=shared))
+    )
+    device = None if shared is None or shared.device is None else pathlib.Path(shared.device)
+    team = stack.enter_context(contextlib.closing(Team(config, address=address, directory=directory, device=device)))
+    if config.resume is None:
+        _warm_start(config, text_model, task, reporter)
+    reporter.phase("waiting for the rollout process")
+    engine.wait_ready()
+    if config.colocate:
+        engine.sleep(SleepLevel.DISCARD)  # what it was built with is never served
+    first = team.build(text_model, engine)
+    first.publisher.wait_for_peers(1, timeout_s=config.timeouts.start_s)
+    collector = Collector(engine, task, text_model, config.sampling, seed=config.seed)
+    start = 0
+    if config.resume is not None:
+        path = checkpoint.latest(config.resume)
+        state = checkpoint.read_state(path)
+        team.load(path)
+        collector.restore(state["collector"])
+        start = int(state["step"])
+        reporter.phase(f"resuming after step {start}")
+    whole = config.trainer in ("single", "ddp") and not config.colocate  # elsewhere no process holds the whole model at the end
+    snapshots = stack.enter_context(Snapshots(directory, text_model.model, engine)) if config.snapshot and whole else None
+    return _Run(config, directory, engine, team, collector, snapshots, start)
+
+
+def _warm_start(config: TrainConfig, text_model: TextModel, task: ReasoningGymTask, reporter: Reporter) -> None:
     steps = config.warm_start.steps or 0
     warm_start(
         text_model,
@@ -118,24 +157,50 @@ def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.Exi
         seed=config.seed,
         progress=lambda step, loss: reporter.warm_start(step, steps, loss),
     )
-    reporter.phase("waiting for the rollout process")
-    engine.wait_ready()
-    publisher.wait_for_peers(1, timeout_s=config.timeouts.start_s)
-    collector = Collector(engine, task, text_model, config.sampling, seed=config.seed)
-    learner = Learner(text_model, config.grpo, temperature=config.sampling.temperature, seed=config.seed)
-    snapshots = stack.enter_context(Snapshots(directory, text_model.model, engine)) if config.snapshot else None
-    return _Run(engine, publisher, collector, learner, snapshots)
 
 
-def _step(run: _Run, step: int, *, sync: bool) -> StepRecord:
+def _shared_device(config: TrainConfig, model: torch.nn.Module, directory: pathlib.Path) -> Colocated | None:
+    """What trainer and engine share. Without a GPU: a budget that holds the engine with its KV cache, or the engine's weights with
+    all of the trainer, and not all three: whoever wakes early runs somebody out of memory."""
+    if not config.colocate:
+        return None
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    copies = 1 if config.trainer in ("single", "fsdp1", "fsdp2") else config.trainer_processes
+    trainer = copies * _TRAINER_COPIES * weights * 11 // 10 + config.trainer_processes * 2**20  # padding of shards, step counters
+    if torch.cuda.is_available():
+        return Colocated(device=None, kv_bytes=0)
+    path = directory / "device.json"
+    SimulatedDevice(path, "run", total_bytes=weights + trainer)
+    return Colocated(device=str(path.absolute()), kv_bytes=trainer)
+
+
+_TRAINER_COPIES = 4
+"""Weights, gradients, and two moments of AdamW."""
+
+
+def _device_summary(run: _Run) -> dict[str, Any]:
+    path = run.directory / "device.json"
+    if not run.config.colocate or not path.exists():
+        return {}
+    device = SimulatedDevice(path, "run")
+    return {"device_bytes": device.read().device_total, "device_bytes_peak": device.peak_bytes}
+
+
+def _step(run: _Run, step: int) -> StepRecord:
     watch = Stopwatch()
     experience = run.collector.collect()
     watch.lap("generate")
-    update = run.learner.update(experience.prompts, experience.groups, experience.rewards)
+    update = run.team.update(experience.prompts, experience.groups, experience.rewards)
     watch.lap("update")
-    report = _publish(run, version=step) if sync else None
+    _keep(run, step)
+    report: SyncReport | None = None
+    if run.config.sync:
+        report = _publish(run, version=step)
+    else:
+        run.team.reuse()
     watch.lap("sync")
     versions = experience.versions()
+    assert run.team.first is not None, "built before the first step"
     return StepRecord(
         step=step,
         version=max(versions) if report is None else report.version,
@@ -145,17 +210,24 @@ def _step(run: _Run, step: int, *, sync: bool) -> StepRecord:
         sync_seconds=None if report is None else report.seconds.total,
         sync_gbps=None if report is None else report.gbps,
         seconds=watch.seconds(),
+        handoff=run.team.first.ledger(),
         **dataclasses.asdict(update),
     )
 
 
+def _keep(run: _Run, step: int) -> None:
+    """A checkpoint, where one is due: after the update and before its version is published, while the trainer has its memory."""
+    every = run.config.checkpoint_every
+    if not every or step % every:
+        return
+    path = checkpoint.directory_of(run.directory, step)
+    run.team.save(path)
+    assert run.team.first is not None, "built before the first step"
+    learner = run.team.first.learner.state()
+    checkpoint.write_state(path, {"step": step, "learner": learner, "collector": run.collector.state()})
+
+
 def _publish(run: _Run, *, version: int) -> SyncReport:
-    """One round: the engine is told to pull, then this side publishes, then the engine confirms what it serves."""
     if run.snapshots is not None:
         run.snapshots.version(version)
-    ticket = run.engine.begin_sync(version)
-    report = run.publisher.publish(version=version)
-    served = run.engine.finish_sync(ticket)
-    if served != version:
-        raise RemoteProtocolError(f"the engine serves version {served} after a round of version {version}", version=version)
-    return report
+    return run.team.publish(version)

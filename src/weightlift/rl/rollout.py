@@ -13,6 +13,7 @@ half a second: a second thread watches).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -25,7 +26,11 @@ import msgspec
 import torch
 
 from weightlift import Subscriber
+from weightlift.errors import OutOfOrder
+from weightlift.handoff import SimulatedDevice, Sleeper
 from weightlift.loaders import HuggingFaceLoader
+from weightlift.loaders.base import Loader
+from weightlift.rl.booked import BookedMemory
 from weightlift.rl.config import TinyModelConfig
 from weightlift.rl.models import TextModel, build_tiny, load_folder, pad_left
 from weightlift.samples import (
@@ -33,6 +38,8 @@ from weightlift.samples import (
     FromEngine,
     GenerateReply,
     GenerateRequest,
+    MemoryReply,
+    MemoryRequest,
     Sample,
     SampleEndpoint,
     SaveReply,
@@ -44,11 +51,19 @@ from weightlift.samples import (
 )
 from weightlift.verify.snapshot import save_tensors
 
-__all__ = ["EXIT_ORPHANED", "RolloutSettings", "main", "serve"]
+__all__ = ["EXIT_ORPHANED", "Colocated", "Parts", "RolloutSettings", "main", "serve"]
 
 EXIT_ORPHANED: Final = 3
 _WATCH_S: Final = 0.25
 _IDLE_S: Final = 1.0
+
+
+class Colocated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine shares devices with a trainer. device: file of the simulated device, or None on a real one. kv_bytes: what it
+    books for its KV cache there (the cache of `generate` itself lives only as long as a request)."""
+
+    device: str | None
+    kv_bytes: int
 
 
 class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +81,7 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tiny: TinyModelConfig
     seed: int
     threads: int
+    colocated: Colocated | None = None
 
 
 def main() -> int:
@@ -77,15 +93,43 @@ def main() -> int:
     folder = settings.model
     text_model = build_tiny(settings.tiny, seed=settings.seed) if folder is None else load_folder(pathlib.Path(folder))
     text_model.model.eval().requires_grad_(False)
+    memory = _memory(settings, text_model)
+    sleeper = None if memory is None else Sleeper(memory)
+    loader: Loader = HuggingFaceLoader(text_model.model)
     with (
         SampleEndpoint(address=settings.samples_address, name=settings.name) as endpoint,
-        Subscriber(loader=HuggingFaceLoader(text_model.model), address=settings.weights_address, name=settings.name) as subscriber,
+        Subscriber(
+            loader=loader if sleeper is None else sleeper.loader(loader), address=settings.weights_address, name=settings.name
+        ) as subscriber,
     ):
-        serve(endpoint, subscriber, text_model)
+        engine = Parts(subscriber, text_model, memory, None if sleeper is None else sleeper.attach(subscriber))
+        serve(endpoint, engine)
     return 0
 
 
-def serve(endpoint: SampleEndpoint, subscriber: Subscriber, text_model: TextModel) -> None:
+def _memory(settings: RolloutSettings, text_model: TextModel) -> BookedMemory | None:
+    if settings.colocated is None:
+        return None
+    path = settings.colocated.device
+    device = None if path is None else SimulatedDevice(pathlib.Path(path), settings.name)
+    return BookedMemory(text_model.model, settings.colocated.kv_bytes, device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What the process serves with. memory, sleeper: where it shares devices with a trainer."""
+
+    subscriber: Subscriber
+    text_model: TextModel
+    memory: BookedMemory | None = None
+    sleeper: Sleeper | None = None
+
+    def ensure_ready(self) -> int:
+        """The version to generate with; raises where nothing may be generated."""
+        return self.subscriber.ensure_serving() if self.sleeper is None else self.sleeper.ensure_ready()
+
+
+def serve(endpoint: SampleEndpoint, engine: Parts) -> None:
     """Answer requests until ShutdownRequest. A request that raises is answered with its error; the process lives on."""
     endpoint.hello()
     while True:
@@ -95,21 +139,43 @@ def serve(endpoint: SampleEndpoint, subscriber: Subscriber, text_model: TextMode
         if isinstance(request, ShutdownRequest):
             return
         try:
-            reply = _answer(request, subscriber, text_model)
+            reply = _answer(request, engine)
         except Exception as error:  # whatever it is, the trainer waits for an answer and gets the reason
-            reply = FailureReply.of(error, id=request.id, version=subscriber.version)
+            reply = FailureReply.of(error, id=request.id, version=engine.subscriber.version)
         endpoint.reply(reply)
 
 
-def _answer(request: GenerateRequest | SyncRequest | SaveRequest, subscriber: Subscriber, text_model: TextModel) -> FromEngine:
+def _answer(request: GenerateRequest | SyncRequest | SaveRequest | MemoryRequest, engine: Parts) -> FromEngine:
+    version = -1 if engine.subscriber.version is None else engine.subscriber.version
     match request:
         case GenerateRequest():
-            return _generate(request, subscriber, text_model)
+            return _generate(request, engine)
         case SyncRequest():
-            return _sync(request, subscriber)
+            return _sync(request, engine.subscriber)
         case SaveRequest():
-            save_tensors(pathlib.Path(request.path), text_model.model)
-            return SaveReply(id=request.id, version=-1 if subscriber.version is None else subscriber.version)
+            save_tensors(pathlib.Path(request.path), engine.text_model.model)
+            return SaveReply(id=request.id, version=version)
+        case MemoryRequest():
+            return _move_memory(request, engine)
+
+
+def _move_memory(request: MemoryRequest, engine: Parts) -> MemoryReply:
+    if engine.sleeper is None or engine.memory is None:
+        raise OutOfOrder("this engine does not share its devices: it has nothing to give away")
+    match request.action:
+        case "sleep":
+            engine.sleeper.sleep(request.level)
+        case "wake_weights":
+            engine.sleeper.wake_weights()
+        case "wake_kv_cache":
+            engine.sleeper.wake_kv_cache()
+    version = engine.subscriber.version
+    return MemoryReply(
+        id=request.id,
+        version=-1 if version is None else version,
+        weight_bytes=engine.memory.weight_bytes(),
+        kv_bytes=engine.memory.kv_resident,
+    )
 
 
 def watch_parent(pid: int, clean_up: Callable[[], Any]) -> None:
@@ -134,12 +200,12 @@ def _sync(request: SyncRequest, subscriber: Subscriber) -> FromEngine:
     return SyncReply(id=request.id, version=report.version, seconds=time.perf_counter() - start)
 
 
-def _generate(request: GenerateRequest, subscriber: Subscriber, text_model: TextModel) -> FromEngine:
+def _generate(request: GenerateRequest, engine: Parts) -> FromEngine:
     """Complete the prompts. The version is read before the first token: torn or missing weights raise and produce
     nothing."""
     start = time.perf_counter()
-    version = subscriber.ensure_serving()
-    samples = complete(request, version, text_model)
+    version = engine.ensure_ready()
+    samples = complete(request, version, engine.text_model)
     return GenerateReply(id=request.id, samples=samples, seconds=time.perf_counter() - start)
 
 

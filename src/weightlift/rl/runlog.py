@@ -32,6 +32,7 @@ class StepRecord:
     sample_versions: version -> number of the step's samples that it made. sync: the SyncReport as a dict, None without
     a sync.
     seconds: per phase of the step (generate with scoring, update, sync) and `total`.
+    handoff: with --colocate, the ledger of the first rank: bytes after every arrow of the step (handoff/ledger.py).
     """
 
     step: int
@@ -49,6 +50,7 @@ class StepRecord:
     silent_groups: float
     tokens: int
     seconds: dict[str, float]
+    handoff: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class Stopwatch:

@@ -48,7 +48,8 @@ def warm_start(
         losses.append(loss.item())
         progress(step + 1, losses[-1])
         if len(losses) == _WINDOW and sum(losses) / _WINDOW < config.until_loss:
-            return
+            break
+    optimiser.zero_grad(set_to_none=True)  # FSDP1 would look for a shard of gradients that are whole
 
 
 def _imitation_loss(text_model: TextModel, problems: Sequence[Problem]) -> torch.Tensor:

@@ -11,6 +11,8 @@ from weightlift.samples.messages import (
     FromTrainer,
     GenerateReply,
     GenerateRequest,
+    MemoryReply,
+    MemoryRequest,
     Prompt,
     Sample,
     SamplingParams,
@@ -38,6 +40,8 @@ __all__ = [
     "GenerateReply",
     "SyncReply",
     "SaveReply",
+    "MemoryRequest",
+    "MemoryReply",
     "FailureReply",
     "FromEngine",
 ]

@@ -15,7 +15,7 @@ came from.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ __all__ = [
     "ShutdownRequest",
     "SyncReply",
     "SyncRequest",
+    "MemoryReply",
+    "MemoryRequest",
     "decode_from_engine",
     "decode_from_trainer",
     "encode",
@@ -112,6 +114,14 @@ class SaveRequest(_Frame, tag="save", frozen=True, kw_only=True):
     path: str
 
 
+class MemoryRequest(_Frame, tag="memory", frozen=True, kw_only=True):
+    """Move the engine's memory: sleep (release the KV cache; weights offloaded at level 1, discarded at 2), or wake a part of it."""
+
+    id: int
+    action: Literal["sleep", "wake_weights", "wake_kv_cache"]
+    level: int = 0
+
+
 class ShutdownRequest(_Frame, tag="shutdown", frozen=True, kw_only=True):
     """End in an orderly way. There is no reply; the process exits with code 0."""
 
@@ -150,6 +160,15 @@ class SaveReply(_Frame, tag="saved", frozen=True, kw_only=True):
     version: int
 
 
+class MemoryReply(_Frame, tag="moved", frozen=True, kw_only=True):
+    """It is done. Bytes that are resident now; `version` is what may be generated with, -1 for nothing."""
+
+    id: int
+    version: int
+    weight_bytes: int
+    kv_bytes: int
+
+
 class FailureReply(_Frame, tag="failed", frozen=True, kw_only=True):
     """The request raised in the engine. `version` is what it serves now, -1 for nothing."""
 
@@ -163,8 +182,8 @@ class FailureReply(_Frame, tag="failed", frozen=True, kw_only=True):
         return cls(id=id, version=-1 if version is None else version, error=describe(error))
 
 
-FromTrainer: TypeAlias = GenerateRequest | SyncRequest | SaveRequest | ShutdownRequest
-FromEngine: TypeAlias = EngineHello | GenerateReply | SyncReply | SaveReply | FailureReply
+FromTrainer: TypeAlias = GenerateRequest | SyncRequest | SaveRequest | MemoryRequest | ShutdownRequest
+FromEngine: TypeAlias = EngineHello | GenerateReply | SyncReply | SaveReply | MemoryReply | FailureReply
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()

@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import zmq
 
@@ -44,6 +44,8 @@ from weightlift.samples.messages import (
     FromTrainer,
     GenerateReply,
     GenerateRequest,
+    MemoryReply,
+    MemoryRequest,
     Prompt,
     SamplingParams,
     SaveReply,
@@ -128,6 +130,10 @@ class SamplePlane:
         check_seconds("timeout_s", timeout_s)
         return self._submit(engine, SyncRequest(id=self._next_id, version=version, timeout_s=timeout_s))
 
+    def move_memory(self, engine: str, action: Literal["sleep", "wake_weights", "wake_kv_cache"], *, level: int = 0) -> int:
+        """Ask for a MemoryRequest; returns the id to collect."""
+        return self._submit(engine, MemoryRequest(id=self._next_id, action=action, level=level))
+
     def save(self, engine: str, path: str) -> int:
         """Ask the engine to write its tensors to a file; returns the request's id for `collect`."""
         return self._submit(engine, SaveRequest(id=self._next_id, path=path))
@@ -140,7 +146,7 @@ class SamplePlane:
             except zmq.ZMQError:
                 return
 
-    def collect(self, id: int, *, timeout_s: float) -> GenerateReply | SyncReply | SaveReply:
+    def collect(self, id: int, *, timeout_s: float) -> GenerateReply | SyncReply | SaveReply | MemoryReply:
         """Wait for the reply to a request.
 
         Raises:
@@ -176,7 +182,7 @@ class SamplePlane:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(self, engine: str, frame: GenerateRequest | SyncRequest | SaveRequest) -> int:
+    def _submit(self, engine: str, frame: GenerateRequest | SyncRequest | SaveRequest | MemoryRequest) -> int:
         if engine not in self._hellos:
             raise LocalProtocolError(f"engine {engine} did not say hello; known are {sorted(self._hellos) or 'none'}", peer=engine)
         if len(self._pending) >= self._max_in_flight:
