@@ -38,6 +38,7 @@ _SLICE_S: Final = 0.5
 _PULSE_S: Final = 0.5
 _FASTEST_POLL_S: Final = 20e-6
 _SLOWEST_POLL_S: Final = 2e-3
+_SLOWEST_ASK_S: Final = 10e-3
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -125,13 +126,16 @@ class Fabric:
             return bytes(self._store.get(key))
 
     def _wait(self, key: str, seconds: float) -> bool:
-        """Whether the key is there, or comes within `seconds`."""
-        try:
-            self._store.wait([key], datetime.timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if _is_expiry(error):
+        """Whether the key is there, or comes within `seconds`.
+
+        Asked again and again, at longer intervals the longer it takes: a store's own wait logs a warning each time it expires.
+        """
+        start = time.monotonic()
+        while not self.has(key):
+            waited = time.monotonic() - start
+            if waited >= seconds:
                 return False
-            raise PeerLost(f"the store of the process group is gone: {_line(error)}", remedy=_STORE) from error
+            time.sleep(min(max(waited / 8, _FASTEST_POLL_S), _SLOWEST_ASK_S, seconds - waited))
         return True
 
     def _last_sign(self, of: int, doing: str, heard: float) -> float:

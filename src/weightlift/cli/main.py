@@ -26,6 +26,9 @@ class _Command(NamedTuple):
 _COMMANDS = {
     ("train",): _Command("weightlift.cli.train", "TrainConfig", "GRPO with one weight sync per step, on this machine"),
     ("bench", "shm"): _Command("weightlift.cli.bench_shm", "BenchShmConfig", "shared memory against the two-copy limit"),
+    ("bench", "gather"): _Command(
+        "weightlift.cli.bench_gather", "BenchGatherConfig", "a sharded trainer's gather against a plain export"
+    ),
     ("verify",): _Command("weightlift.cli.verify", "VerifyConfig", "explain differences between trainer and engine"),
     ("doctor",): _Command("weightlift.cli.doctor", "DoctorConfig", "which transports can be used here, and why not"),
 }

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["WORKLOADS", "Workload", "make_tensors"]
+__all__ = ["WORKLOADS", "Workload", "make_module", "make_tensors"]
 
 Workload = Literal["qwen3-0.6b", "moe-20k", "one-huge", "empty"]
 WORKLOADS: tuple[Workload, ...] = ("qwen3-0.6b", "moe-20k", "one-huge", "empty")
@@ -27,6 +27,23 @@ def make_tensors(workload: Workload, *, fill: bool) -> dict[str, torch.Tensor]:
             flat.copy_(torch.arange(flat.numel()) % 16381 + position % 7)
         tensors[name] = tensor
     return tensors
+
+
+def make_module(workload: Workload, *, seed: int) -> torch.nn.Module:
+    """The same shapes as a tree of modules with bf16 parameters, whose `model.layers.<n>` are what trainers wrap; random values."""
+    root = torch.nn.Module()
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in _SHAPES[workload]():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        values = torch.empty(*shape, dtype=torch.bfloat16)
+        values.view(torch.int16).random_(0, 16000, generator=generator)
+        module.register_parameter(leaf, torch.nn.Parameter(values))
+    return root
 
 
 def _qwen3() -> Iterator[tuple[str, tuple[int, ...]]]:

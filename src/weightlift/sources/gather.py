@@ -183,6 +183,11 @@ class Gatherer:
         """Bytes that the last stream held above the resident shards, at most."""
 
     @property
+    def largest_group_bytes(self) -> int:
+        """Bytes of the largest group, whole."""
+        return max((_whole_bytes(group) for group in self._groups), default=0)
+
+    @property
     def steps(self) -> int:
         """How many layer groups there are."""
         return len(self._groups)

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from weightlift.errors import WeightliftError
+from weightlift.errors import SourceError, WeightliftError
 from weightlift.modules import ModuleTensors
 from weightlift.protocol.manifest import Entry, Manifest
 from weightlift.sources.gather import Gatherer, LayerGroup, Output, Plain, Shard
@@ -124,7 +124,7 @@ class ShardedSource:
             self.group.receivers,
             device=self._device(),
             cause=self._cause,
-            why=lambda rank: self.group.current.why(rank),
+            why=self._why,
         )
 
     def _parts(self, layer: Layer) -> Iterator[Sequence[Named]]:
@@ -152,7 +152,13 @@ class ShardedSource:
         return {} if self._gatherer is None else self._gatherer.expects()
 
     def _cause(self, error: WeightliftError) -> None:
-        self.group.current.cause(error)
+        if not self._exporting:
+            self.group.current.cause(error)
+
+    def _why(self, rank: int) -> WeightliftError:
+        if self._exporting:
+            return SourceError(f"rank {rank} of the trainer failed in the export; it raises why", peer=f"trainer rank {rank}")
+        return self.group.current.why(rank)
 
     def stream(self) -> Iterator[torch.Tensor]:
         """Full tensors where this rank sends; on the others nothing, but part in every gather."""
@@ -160,6 +166,30 @@ class ShardedSource:
         assert gatherer is not None, "manifest() comes before stream()"
         step, timeout_s = self.group.current.gather(gatherer.steps)
         yield from gatherer.stream(step, timeout_s)
+
+    def export(self, timeout_s: float = 60.0) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors where this rank receives, none on the others, outside of a publish: for a checkpoint, or to look.
+
+        All ranks walk it to its end, at the same time. A tensor is valid until the next one is asked for.
+        """
+        manifest = self.manifest()
+        assert self._gatherer is not None, "made with the manifest"
+        self._exporting, self._exports = True, self._exports + 1
+        names = [entry.name for entry in manifest.entries if not entry.alias_of]
+        try:
+            with self.group.fabric.alive():
+                yield from zip(names, self._gatherer.stream(f"export/{self._exports}", timeout_s), strict=False)
+        finally:
+            self._exporting = False
+            self.group.fabric.forget(f"export/{self._exports}", self._gatherer.steps)
+
+    _exporting = False
+    _exports = 0
+
+    @property
+    def largest_group_bytes(self) -> int:
+        """Bytes of the largest layer group, whole."""
+        return 0 if self._gatherer is None else self._gatherer.largest_group_bytes
 
     @property
     def peak_bytes(self) -> int:
