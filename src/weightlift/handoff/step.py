@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from weightlift.handoff.sleep import SleepLevel
 __all__ = ["ColocatedStep", "EngineControl", "release_cached_memory"]
 
 _T = TypeVar("_T")
+
+
+_LEAVING: Final = frozenset({StepStage.SYNCED, StepStage.OFFLOADED, StepStage.SETTLED, StepStage.MET})
 
 
 class EngineControl(Protocol):
@@ -119,16 +122,24 @@ class ColocatedStep:
         self.wake_kv_cache()
 
     def wake_kv_cache(self) -> None:
-        """The trainer leaves, every rank says that its memory is free, the KV cache wakes."""
+        """The trainer leaves, every rank says that its memory is free, the KV cache wakes.
+
+        After a failure it may be called again: it goes on where it stopped.
+        """
+        if self.order.stage not in _LEAVING:
+            self.order.check(StepEvent.WAKE_KV)
         failure: BaseException | None = None
         try:
-            self._arrow(StepEvent.OFFLOAD, self._offload.offload)
-            self._arrow(StepEvent.SETTLE, _settle)
+            if self.order.stage is StepStage.SYNCED:
+                self._arrow(StepEvent.OFFLOAD, self._offload.offload)
+            if self.order.stage is StepStage.OFFLOADED:
+                self._arrow(StepEvent.SETTLE, _settle)
         except Exception as error:  # the others are waiting at the barrier: they learn why this rank does not come
             failure = error
         if failure is not None:
             self._barrier.meet(self._barrier_s, failure=failure)
-        self._arrow(StepEvent.MEET, lambda: self._barrier.meet(self._barrier_s))
+        if self.order.stage is StepStage.SETTLED:
+            self._arrow(StepEvent.MEET, lambda: self._barrier.meet(self._barrier_s))
         self._arrow(StepEvent.WAKE_KV, lambda: None if self._engine is None else self._engine.wake_kv_cache())
 
     def back_to_training(self) -> None:

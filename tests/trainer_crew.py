@@ -5,6 +5,7 @@ unwrapped model of the same seed, trained on the same numbers, is the reference.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -184,6 +185,20 @@ def source_of(kind: str, model: nn.Module, group: Any, **options: Any) -> Any:
     return getattr(sources, name)(model, group=group, **options)
 
 
+def shrink(source: Any) -> None:
+    """This rank's part of the first weight comes with a row too few."""
+    plain = source._named
+
+    def named(slot: Any, alias: Any) -> Any:
+        found = plain(slot, alias)
+        if found.name.endswith("up.weight") and found.shard is not None:
+            local = found.shard.local
+            found = dataclasses.replace(found, shard=dataclasses.replace(found.shard, local=lambda: local()[:-1]))
+        return found
+
+    source._named = named
+
+
 class Strike:
     """A fault at one layer group of this rank's next stream: raise, stall, die."""
 
@@ -231,7 +246,10 @@ def rank_main(rank: int, size: int, kind: str, address: str, seed: int, senders:
     optimiser = optimiser_of(model)
     group = TrainerGroup(senders=senders)  # type: ignore[arg-type]
     limits = {**LIMITS, **options.pop("limits", {})}
+    lie = options.pop("lie", False)
     source = source_of(kind, model, group, **options)
+    if lie and rank == 1:
+        shrink(source)
     strike = Strike(source)
     armed(source, strike)
     publisher = Publisher(source, address, deadlines=Deadlines(**limits), verify="full", shm=ShmConfig(slot_bytes=512, slots=2))
@@ -265,14 +283,50 @@ def obey(
         publisher.wait_for_peers(command["count"], timeout_s=20.0)
     elif do in ("offload", "load", "snapshot", "restore", "meet"):
         return hand_over(do, command, model, optimiser)
+    elif do == "busy":
+        return busy(command["rounds"], publisher)
     elif do == "digest":
         return {"digest": digest(model, optimiser)}
     elif do == "publish":
         time.sleep(command.get("late_s", 0.0))
         report = publisher.publish(command["version"])
         threads = [thread.name for thread in threading.enumerate() if "pulse" in thread.name]
-        return {"version": report.version, "bytes": report.bytes, "peak": getattr(source, "peak_bytes", 0), "pulses": threads}
+        return {
+            "version": report.version,
+            "bytes": report.bytes,
+            "buckets": report.buckets,
+            "peak": getattr(source, "peak_bytes", 0),
+            "pulses": threads,
+        }
     return {}
+
+
+def busy(rounds: int, publisher: Publisher) -> dict[str, Any]:
+    """Publish while another thread of this rank uses the trainer's own communicator, both at their own pace."""
+    wrong: list[int] = []
+    done = threading.Event()
+
+    def train() -> None:
+        number = 0
+        agreed = torch.zeros(1)
+        while not agreed.item():  # every rank stops after the same collective
+            value = torch.full((64,), float(number))
+            dist.all_reduce(value)
+            if not torch.equal(value, torch.full((64,), float(number * dist.get_world_size()))):
+                wrong.append(number)
+            agreed = torch.tensor([float(done.is_set())])
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+            number += 1
+            time.sleep(0.0005 * ((number * 7919 + dist.get_rank()) % 5))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    for version in range(1, rounds + 1):
+        time.sleep(0.001 * ((version * 104729 + 3 * dist.get_rank()) % 7))
+        publisher.publish(version)
+    done.set()
+    thread.join(30.0)
+    return {"version": publisher.version, "wrong": wrong, "ended": not thread.is_alive()}
 
 
 KEPT: dict[str, Any] = {}
