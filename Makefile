@@ -12,7 +12,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make check  formatting, lint and types"
 	@echo "make matrix every fault in every phase on real processes, into docs/failure-model.md"
-	@echo "make bench  the shared-memory benchmark, into docs/benchmarks/shm.md"
+	@echo "make bench  the benchmarks of this machine, into docs/benchmarks"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,7 @@ matrix: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench_shm.py
+	$(BIN)/python scripts/bench_gather.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Makes docs/protocol.md from the tables of protocol/session.py and the frames of protocol/messages.py.
+"""Makes docs/protocol.md from protocol/session.py and the frames of protocol/messages.py, and the table in docs/handoff.md.
 
 `python scripts/make_docs.py` writes, `--check` compares and exits 1 on drift.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from weightlift.handoff.phases import STEP_LAW, StepEvent, StepStage
 from weightlift.protocol import messages
 from weightlift.protocol.session import (
     PEER_LAW,
@@ -25,6 +26,8 @@ from weightlift.protocol.session import (
 )
 
 TARGET = pathlib.Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
+HANDOFF = TARGET.with_name("handoff.md")
+_BEGIN, _END = "<!-- made by `make docs` from handoff/phases.py -->\n", "<!-- end of the tables -->\n"
 
 HEAD = """# The protocol
 
@@ -101,15 +104,33 @@ def _frames() -> Iterator[str]:
         yield f"| {frame.__name__} | {who} | {fields} | {meaning} |"
 
 
+def handoff() -> str:
+    """docs/handoff.md with the table of handoff/phases.py between its marks."""
+    before, mark, rest = HANDOFF.read_text().partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    return before + mark + "\n" + "\n".join(_step()) + "\n" + end + after
+
+
+def _step() -> Iterator[str]:
+    yield "| stage | what it means | what is possible |\n|---|---|---|"
+    for stage in StepStage:
+        moves = ", ".join(f"{event.name} → {after.name}" for event, after in STEP_LAW[stage].items())
+        yield f"| {stage.name} | {stage.value} | {moves} |"
+    yield "\n| event | who, and what |\n|---|---|"
+    for event in StepEvent:
+        yield f"| {event.name} | {event.value} |"
+
+
 def main() -> int:
     """Write or check."""
-    text = document()
+    pages = {TARGET: document(), HANDOFF: handoff()}
     if "--check" in sys.argv[1:]:
-        if TARGET.exists() and TARGET.read_text() == text:
-            return 0
-        print(f"{TARGET} differs from the tables: run `make docs`", file=sys.stderr)
-        return 1
-    TARGET.write_text(text)
+        wrong = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+        for path in wrong:
+            print(f"{path} differs from the tables: run `make docs`", file=sys.stderr)
+        return 1 if wrong else 0
+    for path, text in pages.items():
+        path.write_text(text)
     return 0
 
 

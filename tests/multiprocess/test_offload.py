@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+
 from trainer_crew import reference, stage, train_step
 
 pytestmark = pytest.mark.multiprocess
@@ -15,6 +16,7 @@ KINDS = {
     "fsdp1": "FSDP1Offload",
     "fsdp1:flat": "FSDP1Offload",
     "fsdp1:grad_op": "FSDP1Offload",
+    "fsdp1:no_shard": "FSDP1Offload",
     "ddp": "ModuleOffload",
 }
 

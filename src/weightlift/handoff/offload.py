@@ -127,7 +127,7 @@ class Offload:
         return count
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Every storage once, in a stable order."""
+        """Every storage once, in a stable order; where there is a device, those on it (step counters live on the host anyway)."""
         found: dict[int, torch.UntypedStorage] = {}
         for _, tensor in self.parameters():
             _add(found, tensor)
@@ -136,7 +136,8 @@ class Offload:
         for optimizer in self.optimizers:
             for tensor in _state_tensors(optimizer):
                 _add(found, tensor)
-        return list(found.values())
+        on_device = [storage for storage in found.values() if storage.device.type != "cpu"]
+        return on_device or list(found.values())
 
 
 def _add(found: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> None:
@@ -207,7 +208,9 @@ class FSDP1Offload(Offload):
     def settle(self) -> None:
         """See Offload: a root that is whole after a forward pass without a backward is resharded."""
         for handle in flat_handles(self.module):
-            if getattr(handle.flat_param, "_local_shard", None) is not None and not handle.is_sharded(handle.flat_param):
+            if not handle.uses_sharded_strategy or getattr(handle.flat_param, "_local_shard", None) is None:
+                continue
+            if not handle.is_sharded(handle.flat_param):
                 handle.reshard(True)
                 handle.post_reshard()
 
