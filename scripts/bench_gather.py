@@ -48,7 +48,7 @@ def main() -> None:
     versions = f"python {platform.python_version()}, torch {torch.__version__}, weightlift {weightlift.__version__}"
     lines = [HEAD, f"Machine: cores {os.cpu_count()}, processor {platform.machine()}, {versions}. Commit {commit}.\n"]
     lines.append(
-        "| trainer | ranks | ours s | full state dict s | ratio | ours peak MiB | full state dict peak MiB | largest group MiB | wrong |"
+        "| trainer | ranks | ours s | state dict s | ratio | ours peak MiB | state dict peak MiB | largest group MiB | wrong |"
     )
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for trainer, processes in (("fsdp2", 2), ("fsdp1", 2), ("fsdp2", 4)):
