@@ -155,7 +155,7 @@ def wrap(kind: str, model: Net) -> nn.Module:
         if variant != "whole":
             fully_shard(model.blocks[number], **{k: v for k, v in options.items() if k != "ignored_params"})
     fully_shard(model, **options)
-    return model
+    return torch.compile(model, backend="eager") if variant == "compile" else model  # type: ignore[return-value]
 
 
 def local_parts(model: nn.Module, optimiser: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -246,13 +246,15 @@ def rank_main(rank: int, size: int, kind: str, address: str, seed: int, senders:
     optimiser = optimiser_of(model)
     group = TrainerGroup(senders=senders)  # type: ignore[arg-type]
     limits = {**LIMITS, **options.pop("limits", {})}
-    lie = options.pop("lie", False)
+    lie, finite = options.pop("lie", False), options.pop("check_finite", False)
     source = source_of(kind, model, group, **options)
     if lie and rank == 1:
         shrink(source)
     strike = Strike(source)
     armed(source, strike)
-    publisher = Publisher(source, address, deadlines=Deadlines(**limits), verify="full", shm=ShmConfig(slot_bytes=512, slots=2))
+    publisher = Publisher(
+        source, address, deadlines=Deadlines(**limits), verify="full", check_finite=finite, shm=ShmConfig(slot_bytes=512, slots=2)
+    )
     say(ready=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -277,6 +279,10 @@ def obey(
     elif do == "eval":
         with torch.no_grad():
             model(IDS)
+    elif do == "nan":
+        with torch.no_grad():
+            parts = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
+            next(part for part in parts if part.numel()).view(-1)[0] = float("nan")
     elif do == "arm":
         strike.arm(command["at"], command["act"])
     elif do == "wait":
@@ -393,6 +399,23 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 # --- in the test ----------------------------------------------------------------------------------------------------------------
+
+
+def engine_main(address: str) -> None:
+    """An engine in a process of its own, that says when its first bucket comes, and then takes its time."""
+    held = {key: torch.zeros_like(value) for key, value in reference(net(0)).items()}
+    loader = MappingLoader(held)
+    install = loader.install
+
+    def slowly(bucket: Any, memory: torch.Tensor) -> None:
+        say(installing=bucket.number)
+        time.sleep(30.0)
+        install(bucket, memory)
+
+    loader.install = slowly  # type: ignore[method-assign]
+    with Subscriber(loader, address, "lost") as subscriber:
+        say(ready=True)
+        subscriber.pull(60.0)
 
 
 class Ranks:

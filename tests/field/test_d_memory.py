@@ -64,6 +64,10 @@ class Trainer:
         self.offloaded = False
         device.hold("trainer", size)
 
+    @property
+    def host_bytes(self) -> int:
+        return self.size if self.offloaded else 0
+
     def offload(self) -> int:
         time.sleep(self.slow_s)
         if self.failure is not None:
@@ -209,6 +213,7 @@ def test_b33_nothing_is_woken_before_there_is_room(tmp_path: pathlib.Path) -> No
     assert engine.calls == ["wake_weights", "wake_kv_cache", "sleep"] * 3
     settled = next(e for e in step.ledger.entries if e.arrow == "settle")
     assert settled.reading.allocated == 0, "the release returned before the memory was free"
+    assert settled.reading.host == 50
 
 
 def test_b33_a_failed_sync_does_not_wake_the_kv_cache(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from trainer_crew import reference, stage, train_step
 
 pytestmark = pytest.mark.multiprocess
@@ -13,6 +14,7 @@ TWO = [
     "fsdp2:mixed",
     "fsdp2:ignored",
     "fsdp2:checkpoint",
+    "fsdp2:compile",
     "fsdp1",
     "fsdp1:flat",
     "fsdp1:nested",

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_crew import Engine, Ranks, reference, stage
 
-from weightlift.testing.processes import Leftovers
+import trainer_crew
+import weightlift
+from trainer_crew import Engine, Ranks, reference, stage
+from weightlift.testing.processes import Leftovers, Worker
 from weightlift.transports.endpoint import release_addresses
 
 pytestmark = pytest.mark.multiprocess
@@ -92,6 +94,48 @@ def test_an_engine_that_refuses_before_the_first_byte(kind: str) -> None:
         del engines[0].held["more"]
         sync(ranks, engines, 1, model)
         ranks.end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_stalls(kind: str) -> None:
+    with stage(kind, 2) as (ranks, engines, model, _):
+        sync(ranks, engines, 1, model)
+        engines[0].slow_s = 5.0
+        errors = fail(ranks, engines, 2)
+        assert {error["type"] for error in errors} == {"TransferTimeout"}, errors
+        assert all("engine-0 did not acknowledge bucket" in error["text"] for error in errors), errors
+        engines[0].slow_s = 0.0
+        sync(ranks, engines, 2, model)
+        ranks.end()
+
+
+def test_an_engine_that_is_killed() -> None:
+    address = weightlift.new_address()
+    ranks = Ranks("fsdp2", 2, [address])
+    try:
+        with Worker(trainer_crew.__file__, "engine_main", address=address) as engine:
+            assert engine.hear() == {"ready": True}
+            ranks.ask("wait", count=1)
+            ranks.tell("publish", version=1)
+            assert engine.hear() == {"installing": 0}
+            engine.signal(signal.SIGKILL)
+            errors = [answer["error"] for answer in ranks.hear(None, BOUND_S)]
+        assert {error["type"] for error in errors} == {"PeerLost"}, errors
+        assert all(error["peer"] == "lost" for error in errors), errors
+        ranks.end()
+    finally:
+        ranks.close()
+
+
+def test_what_the_packer_finds_is_raised_on_every_rank() -> None:
+    """A NaN on one rank, seen by the sender when it packs the whole tensor."""
+    with stage("fsdp2", 2, check_finite=True) as (ranks, engines, model, _):
+        sync(ranks, engines, 1, model)
+        ranks.ask("nan", [1])
+        errors = fail(ranks, engines, 2)
+        assert {error["type"] for error in errors} == {"NonFiniteTensor"}, errors
+        assert len({error["tensor"] for error in errors}) == 1
+        assert errors[0]["tensor"] is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)

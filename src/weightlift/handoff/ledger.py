@@ -79,9 +79,9 @@ class Ledger:
         self._start = time.monotonic()
         self.entries: list[Entry] = []
 
-    def book(self, arrow: str) -> Reading:
-        """Read the memory after an arrow."""
-        reading = self._meter.read()
+    def book(self, arrow: str, *, host_bytes: int = 0) -> Reading:
+        """Read the memory after an arrow. host_bytes: what is on the host because it is not on the device."""
+        reading = dataclasses.replace(self._meter.read(), host=host_bytes)
         self.entries.append(Entry(arrow, time.monotonic() - self._start, reading))
         del self.entries[: -self._keep]
         return reading
@@ -124,13 +124,15 @@ class CudaMeter:
         """See Meter."""
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
+        reserved = stats.get("reserved_bytes.all.current", 0)
         return Reading(
-            reserved=stats.get("reserved_bytes.all.current", 0),
+            reserved=reserved,
             allocated=stats.get("allocated_bytes.all.current", 0),
             active=stats.get("active_bytes.all.current", 0),
             device_used=total - free,
             device_total=total,
             shared=shared_memory_bytes(),
+            holders={"this process": reserved, "all others": max(0, total - free - reserved)},
         )
 
 

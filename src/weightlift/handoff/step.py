@@ -46,6 +46,10 @@ class Movable(Protocol):
     def offloaded(self) -> bool:
         """Whether it is on the host."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host now."""
+
     def offload(self) -> int:
         """To the host; returns the bytes."""
 
@@ -97,7 +101,7 @@ class ColocatedStep:
         result = action()
         self.seconds[event.name.lower()] = time.perf_counter() - start
         self.order.on(event)
-        self.ledger.book(event.name.lower())
+        self.ledger.book(event.name.lower(), host_bytes=self._offload.host_bytes)
         return result
 
     def wake_weights(self) -> None:
