@@ -82,6 +82,9 @@ class Team:
         except BaseException as error:
             current.end(getattr(error, "report", None), _as_ours(error))
             raise
+        finally:
+            if sending.version is not None:  # also after a round in which too few replicas committed
+                self._group.committed = max(self._group.committed, sending.version)
         current.end(report, None)
         return report
 

@@ -108,7 +108,8 @@ class Sending:
     ) -> SyncReport:
         """One round; see Publisher.publish.
 
-        ready: called before the first byte, consent: when the first replica may commit; raising gives the round up.
+        ready: called when all engines are ready for the first byte, consent: when the first replica may commit; raising gives the
+            round up.
         """
         self._check_version(version)
         self._retry = version
@@ -143,8 +144,6 @@ class Sending:
             packer = self._begin(version, sender.capacity)
 
         def fill(bucket: int, memory: object) -> None:
-            if bucket == 0 and ready is not None:
-                _call_first(ready)
             with watch.measure("pack"):
                 packer.fill(bucket, memory)  # type: ignore[arg-type]
 
@@ -158,6 +157,7 @@ class Sending:
             limits=self._limits,
             watch=watch,
             audit=self._auditor,
+            ready=ready,
             consent=consent,
         )
 
@@ -240,12 +240,3 @@ class Sending:
                 if part is not None:
                     stack.callback(part.close)
             stack.callback(self._reception.close, "the publisher was closed")
-
-
-def _call_first(ready: Callable[[], None]) -> None:
-    """Before the first byte: what it raises left every engine as it was."""
-    try:
-        ready()
-    except WeightliftError as error:
-        error.bucket = 0
-        raise

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+import weightlift.handoff.offload as offload_module
 from weightlift.errors import BarrierTimeout, ConfigError, HandoffError, OutOfDeviceMemory, OutOfOrder
 from weightlift.handoff import (
     STEP_LAW,
@@ -230,6 +231,26 @@ def test_memory_that_belongs_to_somebody_else_is_refused_before_anything_moves()
     before = bits(model, optimizer)
     offload = ModuleOffload(model, optimizer)
     with pytest.raises(HandoffError, match="belongs to somebody else"):
+        offload.offload()
+    assert not offload.offloaded
+    assert bits(model, optimizer) == before
+
+
+def test_an_offload_that_runs_out_of_host_memory_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    before, count = bits(model, optimizer), 0
+    plain = offload_module._to_host
+
+    def short(storage: torch.UntypedStorage) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise MemoryError("no host memory left")
+        return plain(storage)
+
+    monkeypatch.setattr(offload_module, "_to_host", short)
+    offload = ModuleOffload(model, optimizer)
+    with pytest.raises(MemoryError):
         offload.offload()
     assert not offload.offloaded
     assert bits(model, optimizer) == before

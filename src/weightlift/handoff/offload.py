@@ -97,10 +97,19 @@ class Offload:
                     "a parameter's memory belongs to somebody else (numpy, a file, shared memory) and cannot be given back",
                     remedy="keep the trainer's tensors in memory that torch allocated.",
                 )
-        moved = []
-        for storage in storages:
-            moved.append(_Away(storage, _to_host(storage), storage.nbytes()))
-        _wait_for(storages)  # the copies run on the device's stream: only now may their sources go
+        moved: list[_Away] = []
+        try:
+            for storage in storages:
+                moved.append(_Away(storage, _to_host(storage), storage.nbytes()))
+                if storage.device.type == "cpu":
+                    storage.resize_(0)  # one after the other: never twice the trainer's memory at once
+            _wait_for(storages)  # the copies run on the device's stream: only now may their sources go
+        except BaseException:
+            for away in moved:
+                if not away.storage.nbytes():
+                    away.storage.resize_(away.nbytes)
+                    storage_bytes(away.storage).copy_(away.host)
+            raise
         for away in moved:
             away.storage.resize_(0)
         self._away = moved

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from weightlift.errors import DigestMismatch, PeerLost, RemoteProtocolError, TransferTimeout, WeightliftError
+from weightlift.errors import DigestMismatch, PeerLost, RemoteProtocolError, SourceError, TransferTimeout, WeightliftError
 from weightlift.protocol.failure import describe, revive
 from weightlift.protocol.messages import (
     Abort,
@@ -288,12 +288,13 @@ class Round:
             return []
         return self._give_up(view, error, PeerEvent.EXPIRED, now)
 
-    def source_failed(self, error: WeightliftError, now: float) -> list[Action]:
+    def source_failed(self, error: WeightliftError, now: float, *, untouched: bool = False) -> list[Action]:
         """The publisher itself failed during the transfer: every peer that is not out is given up.
 
-        A source that failed in the first bucket has sent nothing: then every peer still holds what it held.
+        A source that failed in the first bucket has sent nothing, nor has anybody before the transfer (`untouched`): then every peer
+        still holds what it held.
         """
-        self._nothing_sent = error.bucket == 0
+        self._nothing_sent = untouched or (isinstance(error, SourceError) and error.bucket == 0)
         return self._abort_all(error, now)
 
     def tick(self, now: float) -> list[Action]:

@@ -137,6 +137,8 @@ class TrainerRank:
         """This rank's part of a checkpoint, and where the learner stood."""
         checkpoint.load_shards(path, self.model, self.learner)
         self.learner.restore(checkpoint.read_state(path)["learner"])
+        if self._booked is not None:
+            self._booked.book()  # optimizer state came with it
 
     def close(self) -> None:
         """Give back everything. Idempotent."""

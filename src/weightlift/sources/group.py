@@ -85,9 +85,8 @@ class TrainerGroup:
 
     Args:
         ranks: of the default process group; None: all. The first one is the sender, where one sends.
-        senders: "first": one rank sends to all engines. "each": every rank has an address, and engines, of its own, and nobody's
-        engine
-            commits before everybody's has verified.
+        senders: "first": one rank sends to all engines. "each": every rank has an address, and engines, of its own, and none of
+            them commits before all have verified.
 
     Raises ConfigError without a default process group, or if this process is not one of the ranks.
     """
@@ -138,9 +137,7 @@ class TrainerGroup:
 
     def begin(self, plan: GroupPlan, failure: WeightliftError | None, deadlines: Deadlines) -> GroupRound:
         """Meet the other ranks. Raises on all of them if one did not come, failed, or has something else to publish."""
-        self._rounds += 1
-        while self.index != 0 and self.fabric.has(f"{self._rounds}/word/over"):
-            self._rounds += 1  # the others gave this one up, because this rank did not come
+        self._rounds = self._next_round()
         self._forget(self._rounds - 2)
         current = GroupRound(self, self._rounds, plan.version, deadlines)
         try:
@@ -152,6 +149,18 @@ class TrainerGroup:
         self.fabric.rebuild(max(b.generation for b in said) + any(b.broken for b in said))
         self._current = current
         return current
+
+    def _next_round(self) -> int:
+        """The number of the publish that begins. A rank that missed some, which the others gave up, joins them where they are."""
+        number = self._rounds + 1
+        if self.index == 0:
+            self.fabric.put(_LATEST, str(number).encode())
+            return number
+        if self.fabric.has(_LATEST):
+            number = max(number, int(self.fabric.get(_LATEST, of=0, doing="begin a publish")))
+        while self.fabric.has(f"{number}/word/over"):
+            number += 1
+        return number
 
     def finish(self) -> None:
         """The publish is over on this rank."""
@@ -173,6 +182,7 @@ class TrainerGroup:
 
 
 _SILENCE_S: Final = 20.0
+_LATEST: Final = "latest"
 _MOST_WORDS: Final = 8
 
 

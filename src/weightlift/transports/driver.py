@@ -17,7 +17,7 @@ from weightlift.observe.events import FrameRefused, RoundStarted, Sink, emit
 from weightlift.observe.report import StopWatch
 from weightlift.protocol.codec import encode_manifest
 from weightlift.protocol.manifest import Manifest
-from weightlift.protocol.messages import Announce, Commit, Fenced, Frame, Limits, ManifestBody, PeerId
+from weightlift.protocol.messages import Announce, Begin, Commit, Fenced, Frame, Limits, ManifestBody, PeerId
 from weightlift.protocol.plan import Plan
 from weightlift.protocol.round import Action, Round, Send, SendAnnounce, SendManifest, Transfer
 from weightlift.transports.base import Fill, Sender, SendJob
@@ -31,7 +31,8 @@ __all__ = ["Delivery", "Driver"]
 class Delivery:
     """What one round has to deliver, and with what.
 
-    need: how many replicas must be ready; None for all. consent: asked before the first Commit; raising gives the round up.
+    need: how many replicas must be ready; None for all.
+    ready, consent: asked before the first Begin, and before the first Commit; raising gives the round up.
     """
 
     version: int
@@ -43,6 +44,7 @@ class Delivery:
     limits: Limits
     watch: StopWatch
     audit: Auditor | None
+    ready: Callable[[], None] | None = None
     consent: Callable[[], None] | None = None
 
 
@@ -56,9 +58,8 @@ class Driver:
         self.committed = False
         """Whether a replica serves the version of the last round, whatever came of the round."""
         self._body: tuple[Manifest, bytes] | None = None
-        self._asked = False
-        self._withheld: WeightliftError | None = None
-        """Why this round's consent was not given."""
+        self._asked: set[type] = set()
+        """Begin, Commit: whether somebody was asked in this round whether they may be sent."""
         self._announcement: Announce | None = None
 
     def wait_until(self, enough: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
@@ -73,7 +74,8 @@ class Driver:
 
     def run(self, delivery: Delivery) -> Round:
         """One round to every complete replica; returns when it is done, whatever came of it."""
-        self.committed, self._asked, self._withheld = False, False, None
+        self.committed = False
+        self._asked.clear()
         members = self._reception.roster.members()
         replicas = len({member.replica for member in members})
         self._rounds += 1
@@ -133,9 +135,10 @@ class Driver:
                     refused = FrameRefused(peer=peer, reason=info.message)
                     emit(self._sink, "round", refused, level=logging.WARNING)
                     queue.extend(self._send(current, peer, frame))
-                case Send(frame=Commit()) if (withheld := self._withheld_by(delivery)) is not None:
-                    queue.clear()  # nobody was told to commit yet: what was queued are Commits
-                    queue.extend(current.source_failed(withheld, time.monotonic()))
+                case Send(frame=Begin() | Commit() as frame) if (withheld := self._withheld_by(frame, delivery)) is not None:
+                    queue.clear()  # nobody was told yet: what was queued is the same for others, and the transfer
+                    untouched = isinstance(frame, Begin)
+                    queue.extend(current.source_failed(withheld, time.monotonic(), untouched=untouched))
                 case Send(peer=peer, frame=frame):
                     queue.extend(self._send(current, peer, frame))
                 case Transfer(peers=peers):
@@ -144,16 +147,18 @@ class Driver:
         if moved and delivery.audit is not None and not current.done:
             _settle(delivery.audit, delivery.watch)
 
-    def _withheld_by(self, delivery: Delivery) -> WeightliftError | None:
-        """Why replicas may not commit; None if they may. Asked once a round."""
-        if delivery.consent is not None and not self._asked:
-            self._asked = True
-            try:
-                delivery.consent()
-            except WeightliftError as error:
-                drop_frames(error)
-                self._withheld = error.fill(phase="COMMIT")
-        return self._withheld
+    def _withheld_by(self, frame: Begin | Commit, delivery: Delivery) -> WeightliftError | None:
+        """Why a frame may not be sent; None if it may. Asked once a round, for the first of its kind."""
+        ask, phase = (delivery.ready, "PREPARE") if isinstance(frame, Begin) else (delivery.consent, "COMMIT")
+        if ask is None or type(frame) in self._asked:
+            return None
+        self._asked.add(type(frame))
+        try:
+            ask()
+        except WeightliftError as error:
+            drop_frames(error)
+            return error.fill(phase=phase)
+        return None
 
     def _send(self, current: Round, peer: PeerId, frame: Frame) -> list[Action]:
         left = self._reception.send(peer, frame)
