@@ -354,10 +354,14 @@ def hand_over(do: str, command: dict[str, Any], model: nn.Module, optimiser: Any
         barrier.meet(command["timeout_s"], failure=RuntimeError(command["failure"]) if "failure" in command else None)
         return {"at": time.monotonic()}
     if do == "snapshot":
-        KEPT["snapshot"] = ShardSnapshot(handler)
+        if command.get("failure"):
+            handler.parameters = lambda: 1 / 0
+        try:
+            KEPT["snapshot"] = ShardSnapshot(handler, barrier=barrier, timeout_s=20.0)
+        finally:
+            handler.__dict__.pop("parameters", None)
     else:
         KEPT["snapshot"].restore(handler)
-    barrier.meet(20.0)
     return {}
 
 

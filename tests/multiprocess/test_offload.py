@@ -65,9 +65,14 @@ def test_the_asynchronous_pattern_save_train_on_restore(kind: str) -> None:
     with stage(kind, 2) as (ranks, (engine,), model, optimiser):
         ranks.ask("step")
         train_step(model, optimiser)
+        ranks.tell("snapshot", [0])
+        ranks.tell("snapshot", [1], failure=True)
+        first, second = (answer["error"] for answer in ranks.hear())
+        assert second["type"] == "ZeroDivisionError"
+        assert "rank 1 cannot go on: ZeroDivisionError" in first["text"], first
         for _ in range(2):
             before = ranks.ask("digest")
-            ranks.ask("snapshot")
+            assert [a.get("error") for a in ranks.ask("snapshot")] == [None, None]
             ranks.ask("step")
             assert all(a != b for a, b in zip(ranks.ask("digest"), before, strict=True))
             assert [a.get("error") for a in ranks.ask("restore")] == [None, None]

@@ -151,7 +151,7 @@ def _print_result(result: RunResult, console: Console) -> None:
         f"mean reward: {summary['reward_first']:.3f} in the first {edge} steps, {summary['reward_last']:.3f} in the last {edge}",
         f"held-out problems right (greedy): {summary['held_out_before']:.3f} before, {summary['held_out_after']:.3f} after",
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, warm start included",
-        f"files: {result.directory}/ (metrics.jsonl, summary.json, plot.png, config.json, rollout-0.log)",
+        f"files: {result.directory}/ (metrics.jsonl, summary.json, plot.png, config.json, *.log)",
         *([f"trainer against engine: weightlift verify --out {result.directory}"] if result.snapshot else []),
     ]
     for line in lines:

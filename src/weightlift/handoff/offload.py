@@ -11,17 +11,22 @@ change, which sources see. While it is away, a tensor has a shape and no memory:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from weightlift.errors import ConfigError, HandoffError
 from weightlift.flat import flat_handles, local_shard, places_of
+from weightlift.handoff.barrier import Barrier
 from weightlift.modules import walk
 
 __all__ = ["FSDP1Offload", "FSDP2Offload", "ModuleOffload", "Offload", "ShardSnapshot", "offload_for", "storage_bytes"]
+
+
+_States: TypeAlias = list[tuple[Any, dict[str, Any]]]
+"""An optimizer's state: parameter, and what it holds for it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -281,20 +286,41 @@ def offload_for(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> 
 class ShardSnapshot:
     """This rank's shards as they were: parameters, buffers and optimizer state, on the host.
 
-    For trainers that go one step on the side and come back. Restoring is exact to the bit and fills the same memory; optimizer
-    state that did not exist when the snapshot was taken is removed again. Nothing is skipped: a name, shape or dtype that has
-    changed raises HandoffError before anything is written.
+    For trainers that go one step on the side and come back. Restoring is exact to the bit and fills the same memory; optimizer state
+    that did not exist when the snapshot was taken is removed again. Nothing is skipped: a name, shape or dtype that has changed raises
+    HandoffError before anything is written.
 
-    Every rank takes and restores its own; between the two, `Barrier.meet` keeps a fast rank from training on before a slow one has
-    saved.
+    Args:
+        offload: what is saved. Every rank saves and restores its own shards.
+        barrier: of all ranks, which meet when all have saved (and when all have restored): a fast rank does not train on before a slow
+            one has, and a rank that fails is an error on all. None in a single process. timeout_s: how long they wait.
     """
 
-    def __init__(self, offload: Offload) -> None:
-        offload.settle()
+    def __init__(self, offload: Offload, *, barrier: Barrier | None = None, timeout_s: float = 60.0) -> None:
+        self._barrier = barrier
+        self._timeout_s = timeout_s
+        self._shards: dict[str, torch.Tensor] = {}
+        self._states: list[_States] = []
+        self._in_step(lambda: self._save(offload))
+
+    def _in_step(self, action: Callable[[], None]) -> None:
+        failure: BaseException | None = None
+        try:
+            action()
+        except Exception as error:  # the others are waiting: they learn why this rank does not come
+            failure = error
+        if self._barrier is not None:
+            self._barrier.meet(self._timeout_s, failure=failure)
+        elif failure is not None:
+            raise failure
+
+    def _save(self, offload: Offload) -> None:
         if offload.offloaded:
             raise HandoffError("a snapshot is taken while the trainer is on the device")
-        self._shards = {name: tensor.to("cpu", copy=True) for name, tensor in offload.parameters()}
-        if len(self._shards) != sum(1 for _ in offload.parameters()):
+        offload.settle()
+        shards = list(offload.parameters())
+        self._shards = {name: tensor.to("cpu", copy=True) for name, tensor in shards}
+        if len(self._shards) != len(shards):
             raise HandoffError("two shards have the same name: a snapshot would lose one")
         self._states = [_snapshot_state(optimizer) for optimizer in offload.optimizers]
 
@@ -304,9 +330,14 @@ class ShardSnapshot:
         tensors = [*self._shards.values(), *(v for states in self._states for _, state in states for v in state.values())]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
-    @torch.no_grad()
     def restore(self, offload: Offload) -> None:
         """Put everything back."""
+        self._in_step(lambda: self._put_back(offload))
+
+    @torch.no_grad()
+    def _put_back(self, offload: Offload) -> None:
+        if offload.offloaded:
+            raise HandoffError("a snapshot is restored while the trainer is on the device")
         offload.settle()
         now = dict(offload.parameters())
         if set(now) != set(self._shards):
@@ -322,9 +353,6 @@ class ShardSnapshot:
             tensor.copy_(self._shards[name])
         for optimizer, states in zip(offload.optimizers, self._states, strict=True):
             _restore_state(optimizer, states)
-
-
-_States = list[tuple[Any, dict[str, Any]]]
 
 
 def _snapshot_state(optimizer: torch.optim.Optimizer) -> _States:
