@@ -23,7 +23,7 @@ from torch import nn
 import weightlift
 from weightlift import Deadlines, Publisher, ShmConfig, Subscriber
 from weightlift.loaders import MappingLoader
-from weightlift.modules import aliases, walk
+from weightlift.modules import walk
 from weightlift.testing.processes import Worker, say
 
 LIMITS = {
@@ -207,7 +207,6 @@ class Strike:
         self.at: int | None = None
         self.act = ""
         self.seen = 0
-        self._plain = source._gatherer_local if hasattr(source, "_gatherer_local") else None
 
     def arm(self, at: int, act: str) -> None:
         self.at, self.act, self.seen = at, act, 0
@@ -530,7 +529,3 @@ def stage(
         ranks.close()
         for engine in crew:
             engine.close()
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    return aliases((slot.name, slot.tensor) for slot in walk(model))

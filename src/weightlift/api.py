@@ -20,7 +20,7 @@ from weightlift.config import Deadlines, ShmConfig, check_int, check_seconds, ch
 from weightlift.errors import ConfigError, LocalProtocolError, TornWeights
 from weightlift.liveness import host_identity
 from weightlift.loaders.base import Loader
-from weightlift.lockstep import Team
+from weightlift.lockstep import Lockstep
 from weightlift.observe.events import Sink
 from weightlift.observe.report import SyncReport
 from weightlift.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello
@@ -94,18 +94,18 @@ class Publisher:
             sink=sink,
         )
         endpoint = parse_address(address)
-        self._team = Team(source, settings.deadlines) if isinstance(source, GroupSource) else None
-        sends = self._team is None or self._team.sends
+        self._lockstep = Lockstep(source, settings.deadlines) if isinstance(source, GroupSource) else None
+        sends = self._lockstep is None or self._lockstep.sends
         self._sending = Sending(source, endpoint, settings) if sends else None
         self._open = True
 
     @property
     def version(self) -> int | None:
         """The last version that any replica committed; None before the first."""
-        return self._sending.version if self._team is None and self._sending is not None else self._team_version()
-
-    def _team_version(self) -> int | None:
-        return None if self._team is None else self._team.version
+        if self._lockstep is not None:
+            return self._lockstep.version
+        assert self._sending is not None, "a publisher without a group sends"
+        return self._sending.version
 
     @property
     def peers(self) -> list[str]:
@@ -120,7 +120,7 @@ class Publisher:
         """
         self._check_open()
         if self._sending is not None:
-            with contextlib.nullcontext() if self._team is None else self._team.alive():
+            with contextlib.nullcontext() if self._lockstep is None else self._lockstep.alive():
                 self._sending.wait_for_peers(count, timeout_s)
 
     def publish(self, version: int) -> SyncReport:
@@ -135,8 +135,8 @@ class Publisher:
         """
         self._check_open()
         check_int("version", version, at_least=0)
-        if self._team is not None:
-            return self._team.publish(version, self._sending)
+        if self._lockstep is not None:
+            return self._lockstep.publish(version, self._sending)
         assert self._sending is not None, "a publisher without a group sends"
         return self._sending.publish(version)
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -75,7 +76,6 @@ class Fabric:
         self.index: Final = index
         self.size: Final = size
         self.silence_s: Final = silence_s
-        self._name = name
         base = default_store() if store is None else store
         self._store = PrefixStore(f"weightlift/{name}", base)
         self._pulse = _Pulse(PrefixStore(f"weightlift/{name}", base.clone() if hasattr(base, "clone") else base), index)
@@ -105,19 +105,22 @@ class Fabric:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
 
-    def get(self, key: str, *, of: int, doing: str, timeout_s: float | None = None, unless: str = "") -> bytes:
+    def get(
+        self, key: str, *, of: int, doing: str, timeout_s: float | None = None, unless: Callable[[], bool] = lambda: False
+    ) -> bytes:
         """The value of a key that rank `of` sets, waited for.
 
         timeout_s: how long since that rank's last sign of life (see `alive`); None for silence_s. A rank that shows that it lives
         is waited for: it is bounded by its own deadlines.
-        unless: a key that says that the rank will not do it any more.
+        unless: whether it is known by now that the rank will not do it any more. Where that rank may in turn be waiting for this one,
+            somewhere else, this is what ends it: both show that they live.
         doing: what the rank is expected to do, for the error: "rank 1 of the trainer did not <doing> within 30 s".
         """
         limit_s = self.silence_s if timeout_s is None else timeout_s
         heard = time.monotonic()
         while not self._wait(key, max(0.001, min(_SLICE_S, heard + limit_s - time.monotonic()))):
             heard = self._last_sign(of, doing, heard)
-            if unless and self.has(unless):
+            if unless():
                 raise PeerLost(f"rank {of} of the trainer gave up; it was to {doing}", peer=f"trainer rank {of}")
             if time.monotonic() >= heard + limit_s:
                 message = f"rank {of} of the trainer did not {doing} within {limit_s} s"
@@ -197,7 +200,8 @@ class Fabric:
         if receives:
             self.put(f"want/{step}/{self.index}", b"1")
         for rank in sends:
-            self.get(f"want/{step}/{rank}", of=rank, doing="ask for the next layer group", unless=f"left/{stream}/{rank}")
+            gone = functools.partial(self.has, f"left/{stream}/{rank}")
+            self.get(f"want/{step}/{rank}", of=rank, doing="ask for the next layer group", unless=gone)
         with _together(backend, device, both=bool(sends and receives)):
             works = [(rank, _start(backend.recv, tensor, rank)) for rank, tensor in receives.items()]
             works += [(rank, _start(backend.send, tensor, rank)) for rank, tensor in sends.items()]
@@ -226,7 +230,7 @@ class Fabric:
         self.broken = True
         backends, self._backends = list(self._backends.values()), {}
         for backend in backends:
-            for end in ("abort", "shutdown"):
+            for end in ("abort", "shutdown"):  # Gloo and NCCL do not have both, and one that is broken already may refuse
                 with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
                     getattr(backend, end)()
 

@@ -16,10 +16,10 @@ from weightlift.publishing import Sending
 from weightlift.sources.base import GroupSource
 from weightlift.sources.group import GroupPlan, GroupRound
 
-__all__ = ["Team"]
+__all__ = ["Lockstep"]
 
 
-class Team:
+class Lockstep:
     """One rank's seat in the publishes of a trainer group."""
 
     def __init__(self, source: GroupSource, deadlines: Deadlines) -> None:

@@ -17,7 +17,18 @@ import torch
 
 from weightlift.errors import ConfigError
 
-__all__ = ["HeldTensors", "MappingTensors", "ModuleTensors", "Slot", "aliases", "canonical_child", "prefixes", "walk", "walk_under"]
+__all__ = [
+    "HeldTensors",
+    "MappingTensors",
+    "ModuleTensors",
+    "Slot",
+    "aliases",
+    "canonical_child",
+    "prefixes",
+    "transient_buffers",
+    "walk",
+    "walk_under",
+]
 
 _WRAPPER_CHILDREN: Final[Mapping[str, frozenset[str]]] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": frozenset({"module"}),
@@ -79,6 +90,15 @@ def walk_under(
     for name, child in module._modules.items():
         if child is not None:
             yield from walk_under(child, is_unit, unit, f"{prefix}{name}." if canonical_child(module, name) else prefix)
+
+
+def transient_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that no checkpoint has and no sync sends, by their names in the module."""
+    for name, child in module.named_modules():
+        for key in sorted(child._non_persistent_buffers_set):
+            buffer = child._buffers.get(key)
+            if buffer is not None:
+                yield f"{name}.{key}" if name else key, buffer
 
 
 def prefixes(module: torch.nn.Module, prefix: str = "") -> dict[int, str]:

@@ -239,7 +239,7 @@ def test_memory_that_belongs_to_somebody_else_is_refused_before_anything_moves()
 def test_an_offload_that_runs_out_of_host_memory_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before, count = bits(model, optimizer), 0
-    plain = offload_module._to_host
+    plain = offload_module.to_host
 
     def short(storage: torch.UntypedStorage) -> torch.Tensor:
         nonlocal count
@@ -248,7 +248,7 @@ def test_an_offload_that_runs_out_of_host_memory_puts_everything_back(monkeypatc
             raise MemoryError("no host memory left")
         return plain(storage)
 
-    monkeypatch.setattr(offload_module, "_to_host", short)
+    monkeypatch.setattr(offload_module, "to_host", short)
     offload = ModuleOffload(model, optimizer)
     with pytest.raises(MemoryError):
         offload.offload()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from typing import Any, Final
 
 import msgspec
@@ -61,16 +62,28 @@ class Barrier:
         its own exception); in a single process nothing but the failure.
         """
         check_seconds("timeout_s", timeout_s)
-        self._meetings += 1
-        if self._fabric is not None:
+        fabric = self._fabric
+        if fabric is not None:
+            self._meetings = self._next(fabric)
             own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            self._fabric.put(self._key(self.index), msgspec.msgpack.encode(_Here(own)))
-            self._fabric.drop([f"{self._meetings - 2}/{self.index}"])
+            fabric.put(self._key(self.index), msgspec.msgpack.encode(_Here(own)))
+            fabric.put(f"at/{self.index}", str(self._meetings).encode())
+            fabric.drop([f"{self._meetings - 2}/{self.index}"])
         if failure is not None:
             raise failure
-        if self._fabric is not None:
-            with self._fabric.alive():
-                self._hear(self._fabric, timeout_s)
+        if fabric is not None:
+            try:
+                self._hear(fabric, timeout_s)
+            except BarrierTimeout:
+                # Whoever comes later must not take this rank for one that is here.
+                fabric.drop([self._key(self.index)])
+                raise
+
+    def _next(self, fabric: Fabric) -> int:
+        """The number of this meeting. A rank that missed some, which the others gave up, joins them where they are."""
+        others = (f"at/{rank}" for rank in range(self.size) if rank != self.index)
+        there = (int(fabric.get(key, of=0, doing="come to the barrier")) for key in others if fabric.has(key))
+        return max([self._meetings + 1, *there])
 
     def _key(self, rank: int) -> str:
         return f"{self._meetings}/{rank}"
@@ -78,11 +91,13 @@ class Barrier:
     def _hear(self, fabric: Fabric, timeout_s: float) -> None:
         missing: list[int] = []
         first: BaseException | None = None
+        deadline = time.monotonic() + timeout_s
         for rank in range(self.size):
-            # Once somebody is missing, the others are only looked for: the deadline is over.
-            limit_s = 0.001 if missing else timeout_s
+            # When the time is over the rest are only looked for. No sign of life makes it longer: that of a rank which waits at another
+            # meeting would not end.
+            left_s = max(0.001, deadline - time.monotonic())
             try:
-                here = _here.decode(fabric.get(self._key(rank), of=rank, doing="come to the barrier", timeout_s=limit_s))
+                here = _here.decode(fabric.get(self._key(rank), of=rank, doing="come to the barrier", timeout_s=left_s))
             except (TransferTimeout, PeerLost) as error:
                 missing.append(rank)
                 first = first or error

@@ -15,15 +15,18 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from weightlift.config import check_int, check_text
-from weightlift.errors import OutOfDeviceMemory
+from weightlift.errors import HandoffError, OutOfDeviceMemory
 from weightlift.liveness import lives
 
 __all__ = ["CudaMeter", "Entry", "Ledger", "Meter", "Reading", "SimulatedDevice", "shared_memory_bytes"]
+
+
+_LOCK_S: Final = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,7 @@ class SimulatedDevice:
         """The book, locked; written back when the context ends without an exception."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for microseconds, by processes that do nothing else meanwhile
+            _lock(descriptor, self._path)
             data = os.pread(descriptor, 1 << 20, 0)
             book: dict[str, Any] = json.loads(data) if data else {"total": 0, "held": {}}
             book["held"] = {who: row for who, row in book["held"].items() if lives(row[0])}
@@ -219,6 +222,20 @@ class SimulatedDevice:
             shared=shared_memory_bytes(),
             holders=held,
         )
+
+
+def _lock(descriptor: int, path: pathlib.Path) -> None:
+    """The book is held for microseconds; a process that was stopped at the wrong moment holds it for longer."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                message = f"the simulated device {path} was locked by another process for {_LOCK_S} s"
+                raise HandoffError(message, remedy="is a process of this run stopped (state T)?") from error
+            time.sleep(0.001)
 
 
 def shared_memory_bytes() -> int:

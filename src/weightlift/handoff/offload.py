@@ -10,6 +10,7 @@ change, which sources see. While it is away, a tensor has a shape and no memory:
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeAlias
@@ -18,11 +19,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weightlift.errors import ConfigError, HandoffError
-from weightlift.flat import flat_handles, local_shard, places_of
+from weightlift.flat import flat_handles, is_unit, local_shard, places_of, reshard
 from weightlift.handoff.barrier import Barrier
-from weightlift.modules import walk
+from weightlift.handoff.storages import storage_bytes, to_host
+from weightlift.modules import transient_buffers, walk
 
-__all__ = ["FSDP1Offload", "FSDP2Offload", "ModuleOffload", "Offload", "ShardSnapshot", "offload_for", "storage_bytes"]
+__all__ = ["FSDP1Offload", "FSDP2Offload", "ModuleOffload", "Offload", "ShardSnapshot", "offload_for"]
 
 
 _States: TypeAlias = list[tuple[Any, dict[str, Any]]]
@@ -38,7 +40,7 @@ class _Away:
     nbytes: int
 
 
-class Offload:
+class Offload(abc.ABC):
     """Base of the handlers.
 
     Args:
@@ -61,9 +63,9 @@ class Offload:
 
     # --- what the handlers say --------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every local tensor of parameters and buffers, with a name that is the same on every call."""
-        raise NotImplementedError
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Every local gradient there is."""
@@ -73,6 +75,7 @@ class Offload:
 
     def settle(self) -> None:
         """Bring the module into its resting state, in which only local parts have memory."""
+        reshard(self.module)
 
     # --- moving -----------------------------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class Offload:
         moved: list[_Away] = []
         try:
             for storage in storages:
-                moved.append(_Away(storage, _to_host(storage), storage.nbytes()))
+                moved.append(_Away(storage, to_host(storage), storage.nbytes()))
                 if storage.device.type == "cpu":
                     storage.resize_(0)  # one after the other: never twice the trainer's memory at once
             _wait_for(storages)  # the copies run on the device's stream: only now may their sources go
@@ -124,12 +127,12 @@ class Offload:
         """Move everything back; returns the bytes. HandoffError if it was not offloaded."""
         if not self._away:
             raise HandoffError("the trainer's memory is not on the host")
+        if any(one.storage.nbytes() for one in self._away):
+            raise HandoffError("a tensor was given new memory while the trainer was on the host: something wrote to it")
         count = self.host_bytes
         away, self._away = self._away, []
         try:
             for one in away:
-                if one.storage.nbytes():
-                    raise HandoffError("a tensor was given new memory while the trainer was on the host: something wrote to it")
                 one.storage.resize_(one.nbytes)
                 storage_bytes(one.storage).copy_(one.host, non_blocking=one.host.is_pinned())
             _wait_for([one.storage for one in away])
@@ -158,17 +161,6 @@ def _add(found: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes():
         found.setdefault(storage._cdata, storage)
-
-
-def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    pinned = storage.device.type == "cuda"  # pin_memory raises where there is no GPU
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-    return host.copy_(storage_bytes(storage), non_blocking=pinned)
 
 
 def _wait_for(storages: list[torch.UntypedStorage]) -> None:
@@ -203,12 +195,6 @@ class FSDP2Offload(Offload):
 
     representation = "fsdp2"
 
-    def settle(self) -> None:
-        """See Offload: whole tensors are given back."""
-        for module in self.module.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()  # type: ignore[operator]
-
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Offload."""
         yield from _everything(self.module)
@@ -219,15 +205,6 @@ class FSDP1Offload(Offload):
 
     representation = "fsdp1"
 
-    def settle(self) -> None:
-        """See Offload: a root that is whole after a forward pass without a backward is resharded."""
-        for handle in flat_handles(self.module):
-            if not handle.uses_sharded_strategy or getattr(handle.flat_param, "_local_shard", None) is None:
-                continue
-            if not handle.is_sharded(handle.flat_param):
-                handle.reshard(True)
-                handle.post_reshard()
-
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Offload."""
         managed = set[tuple[int, str]]()
@@ -237,6 +214,7 @@ class FSDP1Offload(Offload):
         for slot in walk(self.module):
             if (id(slot.owner), slot.key) not in managed and slot.key != "_flat_param":
                 yield slot.name, slot.tensor.detach()
+        yield from transient_buffers(self.module)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """See Offload."""
@@ -251,11 +229,8 @@ def _everything(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and all buffers, those that no checkpoint has, too: they are memory all the same."""
     for slot in walk(module):
         yield slot.name, _local(slot.tensor)
-    for name, child in module.named_modules():
-        for key in child._non_persistent_buffers_set:
-            buffer = child._buffers.get(key)
-            if buffer is not None:
-                yield f"{name}.{key}", _local(buffer)
+    for name, buffer in transient_buffers(module):
+        yield name, _local(buffer)
 
 
 _NAMES: Mapping[str, str] = {
@@ -267,15 +242,10 @@ _HANDLERS: Mapping[str, type[Offload]] = {"plain": ModuleOffload, "fsdp1": FSDP1
 
 
 def _representation(module: torch.nn.Module) -> str:
-    if any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules()):
+    if flat_handles(module):
         return "fsdp1"
-    return "fsdp2" if any(isinstance(p, DTensor) for p in module.parameters()) or _fsdp2(module) else "plain"
-
-
-def _fsdp2(module: torch.nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(m, FSDPModule) for m in module.modules())
+    sharded = any(isinstance(p, DTensor) for p in module.parameters()) or any(is_unit(m) for m in module.modules())
+    return "fsdp2" if sharded else "plain"
 
 
 def offload_for(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Offload:

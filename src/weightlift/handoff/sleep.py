@@ -21,9 +21,9 @@ from typing import Final, Protocol
 import torch
 
 from weightlift.errors import ConfigError, OutOfOrder
-from weightlift.handoff.offload import storage_bytes
+from weightlift.handoff.storages import storage_bytes, to_host
 from weightlift.loaders.base import Loader
-from weightlift.modules import walk
+from weightlift.modules import transient_buffers, walk
 from weightlift.protocol.plan import Bucket, Plan
 
 __all__ = ["EngineMemory", "ModuleMemory", "Serving", "SleepLevel", "Sleeper"]
@@ -216,11 +216,9 @@ class ModuleMemory:
 
     def offload_weights(self) -> None:
         """See EngineMemory."""
-        for storage in self._all():
-            device = storage.device.type
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device == "cuda")
-            host.copy_(storage_bytes(storage))
-            self._storages.append((storage, storage.nbytes(), host))
+        self._storages = [(storage, storage.nbytes(), to_host(storage)) for storage in self._all()]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are only queued: their sources may go when they are done
         self._shrink()
 
     def discard_weights(self) -> None:
@@ -233,13 +231,7 @@ class ModuleMemory:
         self._shrink()
 
     def _unsent(self) -> list[tuple[str, torch.Tensor]]:
-        found = dict(self._keep)
-        for name, child in self._module.named_modules():
-            for key in child._non_persistent_buffers_set:
-                buffer = child._buffers.get(key)
-                if buffer is not None:
-                    found[f"{name}.{key}"] = buffer
-        return list(found.items())
+        return [*self._keep.items(), *transient_buffers(self._module)]
 
     def _shrink(self) -> None:
         for storage, _, _ in self._storages:

@@ -6,7 +6,6 @@ caller says when; this object says whether, does it, and writes it down.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
@@ -82,7 +81,6 @@ class ColocatedStep:
         *,
         level: SleepLevel = SleepLevel.DISCARD,
         barrier_s: float = 60.0,
-        order: StepOrder | None = None,
     ) -> None:
         self._offload = offload
         self._barrier = barrier
@@ -90,16 +88,13 @@ class ColocatedStep:
         self._level = level
         self._barrier_s = barrier_s
         self.ledger = ledger
-        self.order = order or StepOrder()
-        self.seconds: dict[str, float] = {}
-        """Seconds of each arrow of the last step."""
+        self.order = StepOrder()
+        self._asleep = SleepLevel.DISCARD  # what an engine was built with is never served
 
     def _arrow(self, event: StepEvent, action: Callable[[], _T]) -> _T:
         """Check, do, move, book."""
         self.order.check(event)
-        start = time.perf_counter()
         result = action()
-        self.seconds[event.name.lower()] = time.perf_counter() - start
         self.order.on(event)
         self.ledger.book(event.name.lower(), host_bytes=self._offload.host_bytes)
         return result
@@ -107,7 +102,7 @@ class ColocatedStep:
     def wake_weights(self) -> None:
         """The trainer's temporaries go, the engine's weights get memory."""
         self._arrow(StepEvent.RELEASE, release_cached_memory)
-        event = StepEvent.WAKE_EMPTY if self._level is SleepLevel.DISCARD else StepEvent.WAKE_WEIGHTS
+        event = StepEvent.WAKE_EMPTY if self._asleep is SleepLevel.DISCARD else StepEvent.WAKE_WEIGHTS
         self._arrow(event, lambda: None if self._engine is None else self._engine.wake_weights())
 
     def publish(self, publish: Callable[[], _T]) -> _T:
@@ -147,10 +142,19 @@ class ColocatedStep:
         self._arrow(StepEvent.WAKE_KV, lambda: None if self._engine is None else self._engine.wake_kv_cache())
 
     def back_to_training(self) -> None:
-        """The engine sleeps, every rank knows it, the trainer comes back."""
-        self._arrow(StepEvent.SLEEP, lambda: None if self._engine is None else self._engine.sleep(self._level))
-        if self.order.stage is StepStage.EVICTED:
-            self._barrier.meet(self._barrier_s)
+        """The engine sleeps, every rank knows it, the trainer comes back. May be called again after a failure, as wake_kv_cache."""
+        failure: BaseException | None = None
+        if self.order.stage is not StepStage.EVICTED:
+            shared = StepStage.EVICTED is self.order.check(StepEvent.SLEEP)  # elsewhere no rank has left, and none waits
+            try:
+                self._arrow(StepEvent.SLEEP, lambda: None if self._engine is None else self._engine.sleep(self._level))
+                self._asleep = self._level
+            except Exception as error:  # the others are waiting at the barrier: they learn why this rank does not come
+                if not shared:
+                    raise
+                failure = error
+        if failure is not None or self.order.stage is StepStage.EVICTED:
+            self._barrier.meet(self._barrier_s, failure=failure)
             self._arrow(StepEvent.LOAD, self._load)
 
     def _load(self) -> None:

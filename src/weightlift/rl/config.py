@@ -206,7 +206,7 @@ class TrainConfig:
     model: pathlib.Path | None = None
     """Folder of a Hugging Face causal LM to train instead of the embedded model."""
     threads: int = 2
-    """torch threads of each of the two processes, which take turns."""
+    """torch threads of the rollout process, and of all trainer ranks together; trainer and rollout take turns."""
     transport: str | None = None
     """How the weights travel; as of Publisher."""
     verify: Literal["off", "sample", "full"] = "sample"

@@ -15,7 +15,7 @@ from typing import Final, Literal, Protocol
 from weightlift.errors import RemoteProtocolError
 from weightlift.handoff import SleepLevel
 from weightlift.rl.config import TimeoutConfig, TrainConfig
-from weightlift.rl.processes import RolloutProcess
+from weightlift.rl.processes import ChildProcess
 from weightlift.rl.rollout import Colocated, RolloutSettings
 from weightlift.samples import GenerateReply, Prompt, Sample, SamplePlane, SamplingParams, SyncReply
 
@@ -94,7 +94,9 @@ class RolloutEngine:
             colocated=colocated,
         )
         try:
-            self._process = RolloutProcess(settings, log_path=directory / f"{name}.log")
+            self._process = ChildProcess(
+                f"rollout process {name}", name, "weightlift.rl.rollout", settings, log_path=directory / f"{name}.log"
+            )
         except BaseException:
             self._plane.close()
             raise

@@ -29,6 +29,7 @@ import torch
 
 import weightlift
 from weightlift import SyncReport
+from weightlift.errors import ConfigError
 from weightlift.handoff import SimulatedDevice, SleepLevel
 from weightlift.rl import checkpoint
 from weightlift.rl.collect import Collector
@@ -110,7 +111,11 @@ def _resumed(config: TrainConfig) -> TrainConfig:
     """The settings of the run that is resumed, or the given ones."""
     if config.resume is None:
         return config
-    stored = TrainConfig.from_dict(json.loads((config.resume / "config.json").read_text(encoding="utf-8")))
+    try:
+        data = json.loads((config.resume / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"resume must be the directory of a run, got {str(config.resume)!r}: {error}") from error
+    stored = TrainConfig.from_dict(data)
     return dataclasses.replace(stored, out=config.out, steps=config.steps, resume=config.resume)
 
 

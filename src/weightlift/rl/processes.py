@@ -1,9 +1,10 @@
-"""The rollout process as seen by the trainer: started, watched, stopped, each in bounded time.
+"""The other processes of a run as the loop's process sees them: started, watched, stopped, each in bounded time.
 
-Owns: one child process and its log file. Must not know: requests, weights. Called by rl/engine.py.
+Owns: one child process and its log file. Must not know: requests, weights. Called by rl/engine.py (rollout) and rl/team.py (trainer
+ranks).
 
 The child gets a session of its own, so that Ctrl-C in a terminal reaches the trainer only, which then ends the child in
-an orderly way. A trainer that is killed cannot do that: the child watches its parent (rl/rollout.py).
+an orderly way. A parent that is killed cannot do that: the child watches it (rl/rollout.py).
 """
 
 from __future__ import annotations
@@ -17,28 +18,30 @@ from typing import Final
 import msgspec
 
 from weightlift.errors import PeerLost
-from weightlift.rl.rollout import RolloutSettings
 
-__all__ = ["RolloutProcess"]
+__all__ = ["ChildProcess"]
 
 _KILL_S: Final = 5.0
 _TAIL_BYTES: Final = 2_000
 
 
-class RolloutProcess:
-    """One running rollout process.
+class ChildProcess:
+    """One running process.
 
     Args:
+        what: for errors: "rollout process rollout-0". peer: its name in errors.
+        module: run as `python -m <module>`.
         settings: passed as JSON on the child's standard input: nothing shows in the process list, nothing is pickled.
         log_path: the child's standard output and error.
     """
 
-    def __init__(self, settings: RolloutSettings, *, log_path: pathlib.Path) -> None:
-        self.name: Final = settings.name
+    def __init__(self, what: str, peer: str, module: str, settings: msgspec.Struct, *, log_path: pathlib.Path) -> None:
+        self.what: Final = what
+        self.peer: Final = peer
         self.log_path: Final = log_path
         with log_path.open("wb") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "weightlift.rl.rollout"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -65,8 +68,8 @@ class RolloutProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         tail = self._tail()
         raise PeerLost(
-            f"the rollout process {self.name} (pid {self.pid}) {how}" + (f"; its log ends:\n{tail}\n " if tail else ""),
-            peer=self.name,
+            f"the {self.what} (pid {self.pid}) {how}" + (f"; its log ends:\n{tail}\n " if tail else ""),
+            peer=self.peer,
             remedy=f"read {self.log_path}.",
         )
 

@@ -13,7 +13,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from weightlift.errors import WeightliftError
 from weightlift.rl.config import TrainConfig
 from weightlift.rl.models import build_tiny, load_folder
 from weightlift.rl.rollout import watch_parent
@@ -43,9 +42,6 @@ def main() -> int:
                 perform(rank, task)
                 number += 1
             rank.close()
-    except WeightliftError as error:
-        confess(fabric, error)
-        raise
     except Exception as error:
         confess(fabric, error)
         raise

@@ -15,8 +15,6 @@ import contextlib
 import datetime
 import os
 import pathlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
@@ -34,13 +32,13 @@ from weightlift.rl.config import TrainConfig
 from weightlift.rl.engine import Engine
 from weightlift.rl.learner import UpdateStats
 from weightlift.rl.models import TextModel
+from weightlift.rl.processes import ChildProcess
 from weightlift.rl.trainer import TrainerRank
 from weightlift.samples import Sample
 
 __all__ = ["Load", "Publish", "RankSettings", "Reuse", "Save", "Stop", "Task", "Team", "Update", "join", "task_from"]
 
 _T = TypeVar("_T")
-_KILL_S: Final = 5.0
 
 
 class Update(msgspec.Struct, frozen=True, tag="update"):
@@ -152,7 +150,7 @@ class Team:
         self._config = config
         self._address = address
         self._device = device
-        self._others: list[subprocess.Popen[bytes]] = []
+        self._others: list[ChildProcess] = []
         self._fabric: Fabric | None = None
         self._alive = contextlib.ExitStack()
         self._tasks = 0
@@ -179,20 +177,10 @@ class Team:
             device=None if self._device is None else str(self._device),
             config=self._config.to_dict(),
         )
-        with (directory / f"trainer-{rank}.log").open("wb") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "weightlift.rl.rank"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
-            )
-        self._others.append(child)
-        assert child.stdin is not None, "stdin is a pipe"
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(msgspec.json.encode(settings))
-            child.stdin.close()
+        log_path = directory / f"trainer-{rank}.log"
+        self._others.append(
+            ChildProcess(f"trainer rank {rank}", f"trainer rank {rank}", "weightlift.rl.rank", settings, log_path=log_path)
+        )
 
     def build(self, text_model: TextModel, engine: Engine) -> TrainerRank:
         """Give all ranks the first one's weights, and make them trainers."""
@@ -227,7 +215,9 @@ class Team:
         self._give(task)
         try:
             return own(self.first)
-        except BaseException as error:
+        except WeightliftError:
+            raise  # publishes, barriers and what is around them name the first cause by themselves
+        except Exception as error:
             self._blame(error)
             raise
 
@@ -237,15 +227,17 @@ class Team:
             self._fabric.put(f"task/{self._tasks}", msgspec.msgpack.encode(task))
             self._fabric.drop([f"task/{self._tasks - 2}"])
 
-    def _blame(self, error: BaseException) -> None:
-        """If another rank failed first, that is the reason."""
+    def _blame(self, error: Exception) -> None:
+        """A collective of the training itself broke off: if another rank failed first, or has ended, that is the reason."""
         for number, child in enumerate(self._others, start=1):
-            code = child.poll()
             info = self._reason(number)
             if info is not None:
-                raise revive(info, version=-1, round=0, peer=f"trainer rank {number}") from error
-            if code is not None and not isinstance(error, WeightliftError):
-                raise PeerLost(f"rank {number} of the trainer ended with {code}", peer=f"trainer rank {number}") from error
+                raise revive(info, version=-1, round=0, peer=child.peer) from error
+        for child in self._others:
+            try:
+                child.check()
+            except PeerLost as lost:
+                raise lost from error
 
     def _reason(self, number: int) -> ErrorInfo | None:
         assert self._fabric is not None, "there are other ranks"
@@ -265,12 +257,7 @@ class Team:
             self.first.close()
         self._alive.close()
         for child in self._others:
-            for end, patience_s in ((None, self._config.timeouts.stop_s), (child.terminate, 1.0), (child.kill, _KILL_S)):
-                if end is not None:
-                    end()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(patience_s)
-                    break
+            child.stop(timeout_s=self._config.timeouts.stop_s)
         if self._fabric is not None:
             self._fabric.close()
             self._fabric = None

@@ -32,7 +32,8 @@ __all__ = ["TrainerRank"]
 
 
 class TrainerRank:
-    """Args:
+    """One rank; `first` of rl/team.py is the one in the loop's process.
+
     config: resolved. text_model: whole, with the same weights on every rank.
     address: of the publisher. device: file of the simulated device, where trainer and engine share one that does not exist.
     engine: on the first rank, whose part it is to reach it; None on the others.

@@ -1,8 +1,7 @@
 """FSDP1 (`FullyShardedDataParallel`): flat parameters, with and without `use_orig_params`.
 
 Owns: reading flat parameters: which names lie where in which flat tensor. Must not know: how parts move.
-What is not sharded (ignored parameters,
-buffers) is whole on every rank and sent as it is.
+What is not sharded (ignored parameters, buffers) is whole on every rank and sent as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ __all__ = ["FSDP1Source"]
 class FSDP1Source(ShardedSource):
     """All parameters and persistent buffers of a module wrapped in FullyShardedDataParallel, under canonical names.
 
-    Args: as of ShardedSource; `dtype` speaks of whole flat tensors (FSDP1 has one dtype in each).
+    Args: as of ShardedSource. Where `dtype` names one dtype for all parameters of a flat tensor, the cast happens before it is sent;
+    otherwise the flat tensor travels as it is, and each parameter is cast where it is packed.
     """
 
     def _structure(self) -> object:
@@ -59,16 +59,19 @@ class FSDP1Source(ShardedSource):
 
     def _of_handle(self, handle: Any, names_of: dict[int, str]) -> Iterator[Named]:
         flat = handle.flat_param
-        shard = self._shard(handle)
+        local = local_shard(handle)
+        names = [names_of[id(info.module)] + info.param_name for info in flat._param_infos]
+        dtypes = [self._dtype(name, local) for name in names]
+        shard = self._shard(handle, dtypes[0] if len(set(dtypes)) == 1 else local.dtype)
         whole: dict[tuple[int, str], Named] = {}
         starts = _starts(flat)
         for number, info in enumerate(flat._param_infos):
             shape, stride = tuple(flat._shapes[number]), tuple(flat._strides[number])
             contiguous = flat._contiguities[number]
             named = Named(
-                names_of[id(info.module)] + info.param_name,
+                names[number],
                 shape,
-                shard.dtype,
+                dtypes[number],
                 shard,
                 start=starts[number],
                 stride=None if contiguous else stride,
@@ -81,20 +84,18 @@ class FSDP1Source(ShardedSource):
                 names_of[id(tie.module)] + tie.param_name, first.shape, first.dtype, shard, start=first.start, alias_of=first.name
             )
 
-    def _shard(self, handle: Any) -> Shard:
+    def _shard(self, handle: Any, dtype: torch.dtype) -> Shard:
         sharded = bool(handle.uses_sharded_strategy)
         members = dist.get_process_group_ranks(handle.process_group) if sharded else [self.group.ranks[self.group.index]]
         outside = [rank for rank in members if rank not in self.group.ranks]
         name = handle.flat_param._fqns[0] if handle.flat_param._fqns else "a flat parameter"
         if outside:
             raise ConfigError(f"the trainer group must contain all ranks that hold {name}, got none of {outside}")
-        local = local_shard(handle)
-        dtype = self._dtype(name, local)
         return Shard(
             f"the flat parameter with {name}",
             dtype,
             Spread(
-                shape=(local.numel() * len(members),),
+                shape=(local_shard(handle).numel() * len(members),),
                 mesh=(len(members),),
                 cuts=(Cut(0),),
                 ranks=tuple(self.group.ranks.index(rank) for rank in members),

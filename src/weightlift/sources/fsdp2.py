@@ -15,18 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from weightlift.errors import ConfigError, SourceError
+from weightlift.flat import is_unit, reshard
 from weightlift.modules import Slot, aliases, walk_under
 from weightlift.sources.gather import Shard, Spread
 from weightlift.sources.layout import Cut
 from weightlift.sources.sharded import Layer, Named, ShardedSource, runs
 
 __all__ = ["FSDP2Source"]
-
-
-def _fsdp_module() -> type:
-    from torch.distributed.fsdp import FSDPModule
-
-    return FSDPModule
 
 
 class FSDP2Source(ShardedSource):
@@ -37,14 +32,10 @@ class FSDP2Source(ShardedSource):
     """
 
     def _settle(self) -> None:
-        wrapped = _fsdp_module()
-        for module in self.module.modules():
-            if isinstance(module, wrapped):
-                module.reshard()  # type: ignore[operator]
+        reshard(self.module)
 
     def _layers(self) -> Sequence[Layer]:
-        wrapped = _fsdp_module()
-        found = list(walk_under(self.module, lambda module: isinstance(module, wrapped)))
+        found = list(walk_under(self.module, is_unit))
         alias = aliases((slot.name, slot.tensor) for _, slot in found)
         return list(runs([(unit, self._named(slot, alias)) for unit, slot in found]))
 

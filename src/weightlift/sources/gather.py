@@ -179,6 +179,10 @@ class Gatherer:
         self._inbound: list[dict[int, _Part]] = [
             {r: part for r in holders if (part := _part(group, r, me)).items} for group in groups
         ]
+        self.sends: Final = _digests(self._sends, range(fabric.size))
+        """Receiver -> a digest of everything that this rank is going to send to it in one stream."""
+        self.expects: Final = _digests(self._inbound, range(fabric.size))
+        """Holder -> a digest of everything that this rank expects from it in one stream."""
         self.peak_bytes = 0
         """Bytes that the last stream held above the resident shards, at most."""
 
@@ -191,14 +195,6 @@ class Gatherer:
     def steps(self) -> int:
         """How many layer groups there are."""
         return len(self._groups)
-
-    def sends(self) -> dict[int, bytes]:
-        """Receiver -> a digest of everything that this rank is going to send to it in one stream."""
-        return _digests(self._sends, range(self._fabric.size))
-
-    def expects(self) -> dict[int, bytes]:
-        """Holder -> a digest of everything that this rank expects from it in one stream."""
-        return _digests(self._inbound, range(self._fabric.size))
 
     def stream(self, step: str, timeout_s: float) -> Iterator[torch.Tensor]:
         """The full tensors, in order; none where this rank does not receive. Closing it early still takes part in the rest.
@@ -240,8 +236,9 @@ class _Walk:
         self._swap: Swap | None = None
         self._broken = False
         self._failed = False
+        self._error: WeightliftError | None = None
+        """What this rank failed with in the group that is about to be sent; raised when that is done."""
         self._inbox: dict[int, torch.Tensor] = {}
-        self._outbox: list[torch.Tensor] = []
         self._full: list[torch.Tensor] = []
         inbound = max((sum(part.nbytes for part in parts.values()) for parts in gatherer._inbound), default=0)
         outbound = max((sum(part.nbytes for part in set(parts.values())) for parts in gatherer._sends), default=0)
@@ -288,8 +285,6 @@ class _Walk:
         failure, self._error = self._error, None
         if failure is not None:
             raise failure
-
-    _error: WeightliftError | None = None
 
     def failed_here(self, error: Exception) -> None:
         """This rank cannot make its part: say why, and go on marked."""

@@ -143,8 +143,7 @@ class TrainerGroup:
         try:
             said = current.meet(plan, failure)
         except WeightliftError as error:
-            if self.index == 0:
-                current.say(_Word(gather=False, error=describe(error)), over=True)
+            current.give_up(error)
             raise
         self.fabric.rebuild(max(b.generation for b in said) + any(b.broken for b in said))
         self._current = current
@@ -156,11 +155,14 @@ class TrainerGroup:
         if self.index == 0:
             self.fabric.put(_LATEST, str(number).encode())
             return number
-        if self.fabric.has(_LATEST):
-            number = max(number, int(self.fabric.get(_LATEST, of=0, doing="begin a publish")))
+        number = max(number, self.latest())
         while self.fabric.has(f"{number}/word/over"):
             number += 1
         return number
+
+    def latest(self) -> int:
+        """The publish that the first rank began last; 0 for none."""
+        return int(self.fabric.get(_LATEST, of=0, doing="begin a publish")) if self.fabric.has(_LATEST) else 0
 
     def finish(self) -> None:
         """The publish is over on this rank."""
@@ -218,7 +220,13 @@ class GroupRound:
         said = []
         for rank in range(group.size):
             doing = f"call publish({self._version})"
-            data = fabric.get(f"{self._number}/begin/{rank}", of=rank, doing=doing, timeout_s=self._deadlines.announce_s)
+            data = fabric.get(
+                f"{self._number}/begin/{rank}",
+                of=rank,
+                doing=doing,
+                timeout_s=self._deadlines.announce_s,
+                unless=lambda: group.latest() > self._number,
+            )
             said.append(_begin.decode(data))
             if (info := said[-1].error) is not None:
                 raise self._of_rank(rank, info)
@@ -307,6 +315,14 @@ class GroupRound:
             self._fabric.put(f"{self._number}/word/over", b"1")
         self._fabric.put(f"{self._number}/word/{self._words}", data)
         self._words += 1
+
+    def give_up(self, error: WeightliftError) -> None:
+        """This rank does not take part: whoever found nothing wrong must not wait for it."""
+        if self._group.senders == "each":
+            self.vote("ready", error)
+            self.vote("commit", error)
+        elif self._group.index == 0:
+            self.say(_Word(gather=False, error=describe(error)), over=True)
 
     def end(self, report: SyncReport | None, error: WeightliftError | None) -> None:
         """This rank's engines are through: tell the others how it went."""

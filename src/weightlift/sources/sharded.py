@@ -6,8 +6,10 @@ fsdp1.py and fsdp2.py say what a rank holds; this file makes groups of it, and l
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -21,7 +23,7 @@ from weightlift.sources.group import TrainerGroup
 from weightlift.sources.module import DtypePolicy, dtype_of
 from weightlift.tensors import dtype_name
 
-__all__ = ["Layer", "Named", "ShardedSource"]
+__all__ = ["Layer", "Named", "ShardedSource", "runs"]
 
 _MOST_GROUP_BYTES: Final = 1 << 29
 """A layer group is cut when it has grown beyond this, so that a model that is wrapped as a whole does not become whole on one rank."""
@@ -53,7 +55,7 @@ class Layer:
     """Whether it may be gathered in parts; a flat tensor may not."""
 
 
-class ShardedSource:
+class ShardedSource(abc.ABC):
     """Base of the sources of sharded modules.
 
     Args:
@@ -80,19 +82,22 @@ class ShardedSource:
         self._held = ModuleTensors(module)
         self._manifest: Manifest | None = None
         self._gatherer: Gatherer | None = None
+        self._seen: object = None
+        self._exporting = False
+        self._exports = 0
 
     # --- what the subclasses say ------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Bring the module into its resting, sharded state."""
 
+    @abc.abstractmethod
     def _layers(self) -> Sequence[Layer]:
         """What this rank holds, in the order of the manifest; the same names in the same order on every rank."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _device(self) -> torch.device:
         """Where parts are sent from and full tensors are put together."""
-        raise NotImplementedError
 
     def _structure(self) -> object:
         """Compared with `==`: changes whenever `_layers` would."""
@@ -109,8 +114,6 @@ class ShardedSource:
             self._seen = structure
         assert self._manifest is not None, "set by the look"
         return self._manifest
-
-    _seen: object = None
 
     def _look(self) -> None:
         self._held.look()
@@ -145,11 +148,11 @@ class ShardedSource:
 
     def sends(self) -> Mapping[int, bytes]:
         """See GroupSource."""
-        return {} if self._gatherer is None else self._gatherer.sends()
+        return {} if self._gatherer is None else self._gatherer.sends
 
     def expects(self) -> Mapping[int, bytes]:
         """See GroupSource."""
-        return {} if self._gatherer is None else self._gatherer.expects()
+        return {} if self._gatherer is None else self._gatherer.expects
 
     def _cause(self, error: WeightliftError) -> None:
         if not self._exporting:
@@ -183,9 +186,6 @@ class ShardedSource:
             self._exporting = False
             self.group.fabric.forget(f"export/{self._exports}", self._gatherer.steps)
 
-    _exporting = False
-    _exports = 0
-
     @property
     def largest_group_bytes(self) -> int:
         """Bytes of the largest layer group, whole."""
@@ -198,10 +198,7 @@ class ShardedSource:
 
 
 def _bytes(named: Named) -> int:
-    count = 1
-    for size in named.shape:
-        count *= size
-    return count * named.dtype.itemsize
+    return math.prod(named.shape) * named.dtype.itemsize
 
 
 def _layer_group(part: Sequence[Named]) -> LayerGroup:
