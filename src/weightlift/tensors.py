@@ -1,12 +1,14 @@
 """torch's side of the vocabulary: dtypes by wire name, and views of pieces.
 
-Owns: the mapping between protocol dtype names and torch dtypes, and how a `Piece` becomes a view of a tensor or of a bucket.
+Owns: the mapping between protocol dtype names and torch dtypes, how a `Piece` becomes a view of a tensor or of a bucket, and
+`Witnessed`, which stands for a tensor that is whole only for a moment.
 Must not know: models, transports, who sends. Used by sources, loaders and transports alike, so that both ends cut in the same way.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -15,7 +17,7 @@ from weightlift.errors import ConfigError
 from weightlift.protocol.manifest import ITEM_BYTES, Entry, canonical_dtype
 from weightlift.protocol.plan import Piece
 
-__all__ = ["bucket_view", "dtype_name", "entry_of", "shape_of_piece", "tensor_view", "torch_dtype"]
+__all__ = ["Witnessed", "bucket_view", "dtype_name", "entry_of", "shape_of_piece", "tensor_view", "torch_dtype"]
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: dtype for name in ITEM_BYTES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -65,3 +67,22 @@ def bucket_view(memory: torch.Tensor, entry: Entry, piece: Piece) -> torch.Tenso
     """The piece inside a bucket: a contiguous view of `memory` (uint8, 1-D) with the entry's dtype and the piece's shape."""
     flat = memory[piece.offset : piece.offset + piece.nbytes].view(_TORCH_DTYPES[entry.dtype])
     return flat.view(shape_of_piece(entry.shape, len(piece.prefix), piece.stop - piece.start, piece.whole))
+
+
+class Witnessed:
+    """Stands for a tensor that an engine holds in another form than it was sent (repacked, quantised, cut): it cannot be looked at
+    after the transfer, so it is shown on its way in, whole, in the sent dtype and shape, right before the engine takes it.
+
+    dtype: as sent. see: who wants to look in this round; None if nobody does.
+    """
+
+    __slots__ = ("dtype", "see")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.see: Callable[[torch.Tensor], None] | None = None
+
+    def show(self, tensor: torch.Tensor) -> None:
+        """Called once a round, when the tensor is complete."""
+        if self.see is not None:
+            self.see(tensor)

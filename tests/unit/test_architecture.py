@@ -34,6 +34,7 @@ LAYER = {
     "lockstep": {"sources", "publishing"},
     "api": {"protocol", "sources", "loaders", "transports", "verify", "publishing", "lockstep"},
     "rl": {"protocol", "sources", "loaders", "samples", "verify", "handoff", "fabric", "api", "weightlift"},
+    "integrations": {"protocol", "sources", "loaders", "handoff", "samples", "api", "weightlift", *TORCH_VOCABULARY},
     "testing": {"protocol", "sources", "loaders", "transports", "samples", "verify", "api", *TORCH_VOCABULARY},
     "cli": {"protocol", "sources", "loaders", "transports", "samples", "verify", "handoff", "rl", "api", "weightlift", "fabric"},
     "observe": set[str](),
@@ -87,6 +88,16 @@ def test_the_dependency_arrow(path: pathlib.Path) -> None:
         assert other in allowed, f"{own} must not know {other} ({module})"
         contract = ONLY_CONTRACT.get((own, other))
         assert contract is None or module in contract, f"{own} may only know {contract} of {other}, imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_other_systems_are_imported_by_integrations_only(path: pathlib.Path) -> None:
+    if "integrations" in path.relative_to(ROOT).parts:
+        return
+    tree = ast.parse(path.read_text())
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [alias.name for node in top for alias in node.names] + [n.module or "" for n in top if isinstance(n, ast.ImportFrom)]
+    assert not {name.split(".")[0] for name in names} & {"vllm", "sglang", "ray", "trl", "verl", "httpx", "openai"}, path
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -25,6 +25,7 @@ from weightlift.handoff.storages import storage_bytes, to_host
 from weightlift.loaders.base import Loader
 from weightlift.modules import transient_buffers, walk
 from weightlift.protocol.plan import Bucket, Plan
+from weightlift.tensors import Witnessed
 
 __all__ = ["EngineMemory", "ModuleMemory", "Serving", "SleepLevel", "Sleeper"]
 
@@ -160,7 +161,7 @@ class _AwakeLoader:
             )
         self._inner.prepare(plan)
 
-    def live(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def live(self) -> Mapping[str, Sequence[torch.Tensor | Witnessed]]:
         return self._inner.live()
 
     def install(self, bucket: Bucket, memory: torch.Tensor) -> None:

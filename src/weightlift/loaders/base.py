@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from weightlift.protocol.plan import Bucket, Plan
+from weightlift.tensors import Witnessed
 
 __all__ = ["Loader"]
 
@@ -34,11 +35,12 @@ class Loader(Protocol):
     def install(self, bucket: Bucket, memory: torch.Tensor) -> None:
         """Copy a bucket out of `memory` (uint8, 1-D)."""
 
-    def live(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def live(self) -> Mapping[str, Sequence[torch.Tensor | Witnessed]]:
         """Every sent name with bytes -> the live tensors that it fills, in the sent shape, any dtype and strides.
 
         Asked for after `prepare`; the same object as long as nothing moved. The tensors are read between `finish` and `commit`, and
-        their values must be those that were sent, up to a declared cast.
+        their values must be those that were sent, up to a declared cast. What the engine holds in another form is a `Witnessed`: the
+        loader shows it in `install` or `finish`.
         """
 
     def finish(self) -> None:

@@ -33,7 +33,7 @@ from weightlift.modules import aliases
 from weightlift.protocol.manifest import Entry, Manifest, near_matches
 from weightlift.tensors import dtype_name
 
-__all__ = ["CastPolicy", "Destinations", "match"]
+__all__ = ["CastPolicy", "Destinations", "cast_allowed", "listed", "match"]
 
 CastPolicy: TypeAlias = Literal["never", "lossless", "float"]
 """never: dtypes must be equal. lossless: every value survives (bfloat16 -> float32). float: between any floating-point dtypes, rounding
@@ -108,7 +108,7 @@ def _check_unexpected(manifest: Manifest, own: Destinations) -> None:
     unknown = [e.name for e in manifest.entries if e.name not in own.tensors and not e.alias_of]
     if unknown:
         raise UnexpectedParameter(
-            f"{len(unknown)} of {manifest.tensors} sent tensors are not in the engine: {_list(unknown, own.tensors)}",
+            f"{len(unknown)} of {manifest.tensors} sent tensors are not in the engine: {listed(unknown, own.tensors)}",
             tensor=unknown[0],
         )
 
@@ -117,7 +117,7 @@ def _check_missing(manifest: Manifest, own: Destinations, written: set[str], sha
     missing = [n for n in own.tensors if shared.get(n, n) not in written and n not in own.optional]
     if missing:
         raise MissingParameter(
-            f"{len(missing)} of the engine's {len(own.tensors)} tensors are not sent: {_list(missing, manifest.by_name)}",
+            f"{len(missing)} of the engine's {len(own.tensors)} tensors are not sent: {listed(missing, manifest.by_name)}",
             tensor=missing[0],
         )
 
@@ -158,21 +158,25 @@ def _check_tensor(entry: Entry, tensor: torch.Tensor, cast: CastPolicy) -> None:
             tensor=entry.name,
         )
     held = dtype_name(tensor.dtype)
-    if held == entry.dtype:
-        return
-    allowed = {
-        "never": False,
-        "lossless": entry.dtype in _LOSSLESS.get(held, ()),
-        "float": {held, entry.dtype} <= _FLOATS,
-    }
-    if not allowed[cast]:
+    if not cast_allowed(entry.dtype, held, cast):
         raise DtypeMismatch(
             f"{entry.name} is sent as {entry.dtype}, the engine holds {held}, and cast={cast!r} does not allow it",
             tensor=entry.name,
         )
 
 
-def _list(names: list[str], candidates: Iterable[str]) -> str:
+def cast_allowed(sent: str, held: str, cast: CastPolicy) -> bool:
+    """Whether a tensor of one dtype may be written to one of another."""
+    allowed = {
+        "never": False,
+        "lossless": sent in _LOSSLESS.get(held, ()),
+        "float": {held, sent} <= _FLOATS,
+    }
+    return sent == held or allowed[cast]
+
+
+def listed(names: list[str], candidates: Iterable[str]) -> str:
+    """The first of some names, each with what it may have been meant to be."""
     pool = list(candidates)
     shown = []
     for name in names[:_MOST_NAMES]:

@@ -74,7 +74,7 @@ def build_tiny(config: TinyModelConfig, *, seed: int) -> TextModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(settings)
+        model = Qwen3ForCausalLM(settings)  # type: ignore[no-untyped-call]
     return TextModel(model, tokenizer, int(tokenizer.pad_token_id), (int(tokenizer.eos_token_id),))
 
 

@@ -128,7 +128,7 @@ class Follower:
         if receiver is None:
             receiver = self._receivers[offer.transport] = make_receiver(offer.transport, self._peer)
         receiver.attach(offer.offer, plan)
-        self._proof = None if offer.verify == "off" else Proof.of(plan, self._guarded("live", self._loader.live), self._proof)
+        self._proof = Proof.of(offer, plan, lambda: self._guarded("live", self._loader.live), self._proof)
         return plan, receiver, self._proof
 
     def _give_evidence(self, offer: Announce, dispute: Dispute) -> NoReturn:

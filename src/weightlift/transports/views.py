@@ -1,6 +1,6 @@
 """Lending bucket memory to a loader, and seeing whether it came back.
 
-Owns: the count of what refers to a tensor's memory. Must not know: buckets, loaders, what follows.
+Owns: the loan and the look afterwards. Must not know: buckets, loaders, what follows.
 A bucket is written again for a later round: a view that an application keeps would silently show other values.
 """
 
@@ -11,16 +11,12 @@ from collections.abc import Callable
 import torch
 import torch.utils.dlpack
 
+from weightlift.copies import uses
 from weightlift.errors import LoaderError
 from weightlift.loaders.base import Loader
 from weightlift.protocol.plan import Bucket
 
-__all__ = ["installer", "lend", "uses"]
-
-
-def uses(memory: torch.Tensor) -> int:
-    """How many tensors, arrays and exports refer to the storage of `memory` now."""
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+__all__ = ["installer", "lend"]
 
 
 def lend(memory: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
