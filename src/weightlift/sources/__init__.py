@@ -8,6 +8,7 @@ from typing import Any
 
 from weightlift.sources.base import GroupSource, Source, StableSource
 from weightlift.sources.group import TrainerGroup
+from weightlift.sources.huggingface import HuggingFaceSource, checkpoint_source
 from weightlift.sources.module import DDPSource, MappingSource, ModuleSource
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "FSDP1Source",
     "FSDP2Source",
     "GroupSource",
+    "HuggingFaceSource",
     "MappingSource",
     "ModuleSource",
     "Source",
     "StableSource",
     "TrainerGroup",
+    "checkpoint_source",
 ]
 
 
