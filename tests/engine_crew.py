@@ -38,9 +38,10 @@ def offline(model: str, **arguments: Any) -> None:
     from vllm import LLM
 
     options = LLM_ARGUMENTS | arguments
-    if "weight_transfer_config" not in options:
+    backend = "weight_transfer_config" in options
+    if not backend:
         options.setdefault("worker_extension_cls", EXTENSION)
-    host = Host(LLM(model=model, **options))
+    host = (BackendHost if backend else Host)(LLM(model=model, **options))
     say(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -109,7 +110,9 @@ class Host:
 def _outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=sampling.pop("temperature", 0.0), logprobs=0, **sampling)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=sampling.pop("temperature", 0.0), logprobs=0, ignore_eos=True, **sampling
+    )
     found = []
     for output in llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False):
         one = output.outputs[0]
@@ -117,6 +120,91 @@ def _outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **samp
         spans = [[span.version, span.start, span.end] for span in getattr(one, "weight_versions", None) or ()]
         found.append({"tokens": list(one.token_ids), "logprobs": logprobs, "versions": spans})
     return found
+
+
+class BackendHost(Host):
+    """An LLM whose workers were told nothing but `weight_transfer_config`, and a trainer that knows vLLM's interface only."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        self.model: Any = None
+        self.trainer: Any = None
+
+    def trainer_init(self, folder: str, moe: bool = True, **info: Any) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        import weightlift
+        from weightlift import Deadlines
+        from weightlift.integrations.vllm_trainer import WeightliftTrainerInitInfo
+
+        self.model = (make_moe if moe else make_qwen3)(pathlib.Path(folder))
+        deadlines = Deadlines(announce_s=20.0, prepare_s=20.0, transfer_s=5.0, release_s=10.0, commit_s=10.0)
+        self.trainer = WeightTransferTrainerFactory.trainer_init(
+            WeightliftTrainerInitInfo(rank=0, address=weightlift.new_address(), deadlines=deadlines, timeout_s=30.0, **info),
+            client=_LLMClient(self.llm),
+            source=_source(self.model),
+        )
+
+    def send(self, stir: float = 0.0) -> None:
+        if stir:
+            stirred(self.model, stir)
+        self.trainer.send_weights()
+
+    def break_source(self, at: int) -> None:
+        """The trainer's next round fails at a tensor."""
+        self.trainer.source.break_at = at
+
+    def gap(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        outputs = _outputs(self.llm, prompts, 8)
+        self.llm.reset_prefix_cache()
+        return {"gap": gap(self.model, prompts, outputs), "versions": [output["versions"] for output in outputs]}
+
+
+class _LLMClient:
+    """vLLM's VLLMWeightSyncClient, over an LLM in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+
+def _source(model: Any) -> Any:
+    """vLLM's WeightSource, over the checkpoint tensors of a transformers model."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    from weightlift.sources import HuggingFaceSource
+    from weightlift.tensors import torch_dtype
+
+    class Checkpoint(WeightSource):
+        def __init__(self) -> None:
+            self.inner = HuggingFaceSource(model)
+            self.break_at = -1
+
+        def _entries(self) -> Any:
+            return [entry for entry in self.inner.manifest().entries if not entry.alias_of]
+
+        def metadata(self) -> Any:
+            return [ParamMeta(entry.name, torch_dtype(entry.dtype), entry.shape) for entry in self._entries()]
+
+        def __iter__(self) -> Any:
+            for number, (entry, tensor) in enumerate(zip(self._entries(), self.inner.stream(), strict=True)):
+                if number == self.break_at:
+                    self.break_at = -1
+                    raise RuntimeError("the gather failed")
+                yield entry.name, tensor
+
+    return Checkpoint()
 
 
 class Refused(Exception):

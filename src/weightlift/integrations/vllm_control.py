@@ -83,6 +83,9 @@ class Control(Protocol):
     def wake(self, tag: Literal["weights", "kv_cache"], timeout_s: float) -> None:
         """vLLM's wake-up of one kind of memory."""
 
+    def close(self) -> None:
+        """Give back what the control itself holds; the engine goes on."""
+
 
 class VLLMEngine:
     """One engine with all its workers.
@@ -205,6 +208,7 @@ class VLLMEngine:
         """Have the workers leave the publisher. Never raises for an engine that is gone."""
         with contextlib.suppress(WeightliftError):
             self._call("weightlift_close", (), timeout_s)
+        self._control.close()
 
     def _call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[dict[str, Any]]:
         answers = self._control.rpc(method, args, timeout_s)
@@ -267,6 +271,9 @@ class OfflineControl:
         """See Control."""
         self._guarded(self._llm.wake_up, tags=[tag])
 
+    def close(self) -> None:
+        """See Control."""
+
     def _guarded(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own exceptions, as PeerLost: it says that its engine process is gone, or could not do what it was told."""
         try:
@@ -326,7 +333,7 @@ class HttpControl:
         self._post("/wake_up", timeout_s, params={"tags": tag})
 
     def close(self) -> None:
-        """Close the connections."""
+        """See Control."""
         self._client.close()
 
     def _post(self, path: str, timeout_s: float, **what: Any) -> dict[str, Any]:

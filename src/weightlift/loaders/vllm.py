@@ -94,12 +94,15 @@ class _Part:
         return module.whole is not None and self.plain.get(module.path, False) and self._alike(module)
 
     def _alike(self, module: ModulePlan) -> bool:
-        """Whether the live parameters look like those that were recorded."""
+        """Whether the live parameters look like those that were recorded. One without its `weight_loader` was made anew after loading:
+        it may hold something else in the same shape (experts packed for a kernel)."""
         live = self.engine.module(module.path)
         for target in {target for places in (module.whole or {}).values() for target, _ in places}:
             own = live._parameters.get(target.rpartition(".")[2])
             meta = self.parameters.get(target)
             if own is None or meta is None or (own.shape, own.stride(), own.dtype) != (meta.shape, meta.stride(), meta.dtype):
+                return False
+            if hasattr(meta, "weight_loader") and not hasattr(own, "weight_loader"):
                 return False
         return True
 

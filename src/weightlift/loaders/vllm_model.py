@@ -112,6 +112,7 @@ class VLLMModel:
         with self.context(), torch.no_grad():
             try:
                 for module in modules:
+                    _forget_kernel(module)
                     initialize_layerwise_reload(module)
                 self.model.load_weights(weights)  # type: ignore[operator]
             except BaseException:
@@ -170,6 +171,15 @@ def _deferred(module: torch.nn.Module) -> bool:
     except AttributeError:  # vLLM 0.24 asks for the classes
         kinds = tuple(getattr(attention, name) for name in ("Attention", "MLAAttention") if hasattr(attention, name))
         return isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
+
+
+def _forget_kernel(module: torch.nn.Module) -> None:
+    """On the CPU, vLLM 0.32 packs experts only while it makes their kernel, and keeps the kernel over a reload: the reloaded weights
+    would stay unpacked under a kernel for packed ones. Without a kernel it does all of it again."""
+    method = getattr(module, "quant_method", None)
+    parameter = next(iter(module._parameters.values()), None)
+    if getattr(method, "moe_kernel", None) is not None and parameter is not None and parameter.device.type == "cpu":
+        method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def _roll_back(module: torch.nn.Module) -> None:
