@@ -72,7 +72,7 @@ class CopyList:
 
 def uses(memory: torch.Tensor) -> int:
     """How many tensors, arrays and exports refer to the storage of `memory` now."""
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata) - 1  # the storage that is asked refers to it, too
 
 
 def check_storage(tensor: torch.Tensor) -> None:

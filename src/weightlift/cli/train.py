@@ -14,6 +14,7 @@ import pathlib
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -97,6 +98,7 @@ class PlainReporter:
         if record.step == 1 or record.step % _PLAIN_EVERY == 0 or record.step == steps:
             self._line(
                 f"step {record.step}/{steps}  reward {record.reward_mean:.3f}  serves version {record.version}  {_sync(record)}"
+                + _agreement(record)
             )
 
     def _line(self, text: str) -> None:
@@ -129,7 +131,7 @@ class LiveReporter:
         table.add_row("mean reward", f"{record.reward_mean:.3f}  [dim]mean of {len(recent)}[/dim] {sum(recent) / len(recent):.3f}")
         table.add_row("", _bar(sum(recent) / len(recent)))
         table.add_row("version served", str(record.version))
-        table.add_row("sync", _sync(record))
+        table.add_row("sync", _sync(record) + _agreement(record))
         self._live.update(table)
 
 
@@ -139,9 +141,22 @@ def _sync(record: StepRecord) -> str:
     return f"sync {1000 * record.sync_seconds:.1f} ms, {record.sync_gbps:.2f} GB/s"
 
 
+def _agreement(record: StepRecord) -> str:
+    return "" if record.agreement is None else f", logprobs differ by {record.agreement:.4f}"
+
+
 def _bar(share: float, width: int = 40) -> str:
     full = round(share * width)
     return "█" * full + "░" * (width - full)
+
+
+def _agreements(summary: dict[str, Any]) -> list[str]:
+    worst = summary.get("agreement_worst")
+    if worst is None:
+        return []
+    return [
+        f"engine and trainer on fixed texts: at most {worst:.4f} nats a token apart (tolerance {summary['agreement_tolerance']:g})"
+    ]
 
 
 def _print_result(result: RunResult, console: Console) -> None:
@@ -150,6 +165,7 @@ def _print_result(result: RunResult, console: Console) -> None:
     lines = [
         f"mean reward: {summary['reward_first']:.3f} in the first {edge} steps, {summary['reward_last']:.3f} in the last {edge}",
         f"held-out problems right (greedy): {summary['held_out_before']:.3f} before, {summary['held_out_after']:.3f} after",
+        *_agreements(summary),
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, warm start included",
         f"files: {result.directory}/ (metrics.jsonl, summary.json, plot.png, config.json, *.log)",
         *([f"trainer against engine: weightlift verify --out {result.directory}"] if result.snapshot else []),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
@@ -288,16 +289,18 @@ class HttpControl:
     """A server started by `vllm serve` with VLLM_SERVER_DEV_MODE=1 and the worker extension.
 
     Args:
-        url: "http://127.0.0.1:8000". timeout_s: of every call that has no time of its own.
+        url: "http://127.0.0.1:8000". socket: path of the server's Unix socket, if it has one (`--uds`).
+        timeout_s: of every call that has no time of its own.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, url: str, *, socket: pathlib.Path | None = None, timeout_s: float = 60.0) -> None:
         import httpx
 
         check_seconds("timeout_s", timeout_s)
         self._timeout_s = timeout_s
         self._errors = httpx.HTTPError
-        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s, trust_env=False)
+        transport = None if socket is None else httpx.HTTPTransport(uds=str(socket))
+        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s, trust_env=False, transport=transport)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """See Control."""

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from weightlift.config import check_seconds
-from weightlift.errors import PeerLost, TransferTimeout
+from weightlift.errors import ConfigError, PeerLost, TransferTimeout
 
 __all__ = ["CPU_ENVIRONMENT", "EXTENSION", "GUARD", "ServerProcess"]
 
@@ -27,6 +27,7 @@ GUARD: Final = "weightlift.integrations.vllm_guard.Guard"
 CPU_ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine take turns on the same cores
+    "VLLM_SLEEP_WHEN_IDLE": "1",  # else its processes spin while the trainer trains
 }
 _POLL_S: Final = 0.25
 _TAIL_BYTES: Final = 2_000
@@ -45,7 +46,8 @@ class ServerProcess:
     """A server on the loopback interface of this host.
 
     Args:
-        model: folder or name, as vLLM takes it. port: on 127.0.0.1. log_path: gets standard output and error.
+        model: folder or name, as vLLM takes it. log_path: gets standard output and error.
+        port: on 127.0.0.1; or socket: path of a Unix socket, in a directory that only this user can enter.
         arguments: further ones of `vllm serve`. environment: on top of this process's.
     """
 
@@ -53,14 +55,19 @@ class ServerProcess:
         self,
         model: str,
         *,
-        port: int,
         log_path: pathlib.Path,
+        port: int | None = None,
+        socket: pathlib.Path | None = None,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+        if (port is None) == (socket is None):
+            raise ConfigError(f"port or socket must be given, and only one of them, got {port!r} and {socket!r}")
+        self.url = "http://localhost" if port is None else f"http://127.0.0.1:{port}"
+        self.socket = socket
         self.log_path = log_path
-        command = [*_serve(model), "--host", "127.0.0.1", "--port", str(port)]
+        command = _serve(model)
+        command += ["--uds", str(socket)] if port is None else ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--worker-extension-cls", EXTENSION, "--middleware", GUARD, *arguments]
         # The control calls of a sync are among those that vLLM serves in this mode only: the port must not be open to strangers.
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
@@ -95,7 +102,8 @@ class ServerProcess:
 
         check_seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
+        transport = None if self.socket is None else httpx.HTTPTransport(uds=str(self.socket))
+        with httpx.Client(timeout=5.0, trust_env=False, transport=transport) as client:
             while time.monotonic() < deadline:
                 self.check()
                 with contextlib.suppress(httpx.HTTPError):

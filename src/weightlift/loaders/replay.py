@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy
 import torch
 
 from weightlift.errors import DtypeMismatch, DuplicateParameter, ManifestError, MissingParameter, UnexpectedParameter
 from weightlift.loaders.match import CastPolicy, cast_allowed, listed
-from weightlift.loaders.recording import Geometry, Recording, SliceCopy
+from weightlift.loaders.recording import Box, Geometry, Recording, SliceCopy
 from weightlift.protocol.manifest import Manifest
 
 __all__ = ["LoadPlan", "ModulePlan", "check_used", "checkpoint_names", "where_whole"]
 
-_PAIRS = 1 << 24
+_PAIRS = 1 << 24  # how many pairs of boxes are compared at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LoadPlan:
         by_target: dict[str, list[SliceCopy]] = {}
         for copy in recording.copies:
             by_target.setdefault(copy.target, []).append(copy)
-        _check_complete(recording, by_target, parameters, optional, manifest)
+        _check_complete(recording, by_target, parameters, optional, by_checkpoint, manifest)
         return cls(manifest, tuple(_modules(manifest, recording, by_target, by_checkpoint, parameters)), len(recording.copies))
 
 
@@ -114,6 +114,7 @@ def _check_complete(
     by_target: Mapping[str, list[SliceCopy]],
     parameters: Mapping[str, torch.Tensor],
     optional: Collection[str],
+    by_checkpoint: Mapping[str, str],
     manifest: Manifest,
 ) -> None:
     missing, partly = [], []
@@ -124,7 +125,7 @@ def _check_complete(
         if not copies:
             missing += [name] if name not in optional else []
             continue
-        _check_once(name, copies, parameter)
+        _check_once(name, copies, parameter, by_checkpoint)
         if sum(copy.into.elements for copy in copies) + recording.constants.get(name, 0) < parameter.numel():
             partly.append(name)
     if missing or partly:
@@ -136,41 +137,42 @@ def _check_complete(
         )
 
 
-def _check_once(name: str, copies: list[SliceCopy], parameter: torch.Tensor) -> None:
-    """No element is written twice. Views that are no boxes of the parameter cannot be judged here."""
-    boxes = [box for copy in copies if (box := _box(copy.into, parameter)) is not None]
-    if len(boxes) < 2:
-        return
-    starts, stops = (numpy.array(side) for side in zip(*boxes, strict=True))
-    step = max(1, _PAIRS // len(boxes))
-    for at in range(0, len(boxes), step):
+def _check_once(name: str, copies: list[SliceCopy], parameter: torch.Tensor, by_checkpoint: Mapping[str, str]) -> None:
+    """No element is written twice."""
+    twice = _overlapping([copy.into.box(parameter) for copy in copies])
+    if twice is None:
+        twice = _counted(copies, parameter)
+    if twice >= 0:
+        source = by_checkpoint[copies[twice].source]
+        raise ManifestError(f"the engine's loader writes part of {name} twice, once from {source}", tensor=source)
+
+
+def _overlapping(boxes: Sequence[Box | None]) -> int | None:
+    """The first box that meets another one, -1 if there is none; None if one of them is no box."""
+    if None in boxes:
+        return None
+    known = [box for box in boxes if box is not None]
+    starts, stops = (numpy.array(side).reshape(len(known), -1) for side in zip(*known, strict=True))
+    step = max(1, _PAIRS // len(known))
+    for at in range(0, len(known), step):
         low = numpy.maximum(starts[at : at + step, None], starts[None])
         high = numpy.minimum(stops[at : at + step, None], stops[None])
-        overlap = (low < high).all(axis=-1).sum(axis=1)
-        if (overlap > 1).any():
-            first = at + int(numpy.argmax(overlap > 1))
-            raise ManifestError(
-                f"the engine's loader writes part of {name} twice, once from {copies[first].source}",
-                tensor=copies[first].source,
-            )
+        meets = (low < high).all(axis=-1).sum(axis=1) > 1
+        if meets.any():
+            return at + int(numpy.argmax(meets))
+    return -1
 
 
-def _box(view: Geometry, parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(starts, stops) of a view in the parameter's own axes; None if it is not a box of them."""
-    strides = parameter.stride()
-    sizes = {stride: axis for axis, stride in enumerate(strides) if parameter.shape[axis] > 1}
-    lengths = [1] * parameter.ndim
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        if size > 1 and stride not in sizes:
-            return None
-        if size > 1:
-            lengths[sizes[stride]] = size
-    starts, rest = [0] * parameter.ndim, view.offset
-    for axis in sorted(sizes.values(), key=lambda axis: -strides[axis]):
-        starts[axis], rest = divmod(rest, strides[axis])
-    stops = [start + length for start, length in zip(starts, lengths, strict=True)]
-    inside = all(stop <= size for stop, size in zip(stops, parameter.shape, strict=True))
-    return (tuple(starts), tuple(stops)) if inside and not rest else None
+def _counted(copies: Sequence[SliceCopy], parameter: torch.Tensor) -> int:
+    """The first copy that writes an element again, -1 if there is none; a byte for every element of the parameter is counted in."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    written = torch.zeros(last + 1, dtype=torch.bool)
+    for number, copy in enumerate(copies):
+        seen = written.as_strided(copy.into.shape, copy.into.strides, copy.into.offset)
+        if bool(seen.any()):
+            return number
+        seen.fill_(True)
+    return -1
 
 
 def _modules(

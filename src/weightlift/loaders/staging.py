@@ -5,6 +5,7 @@ Owns: the memory, which groups are complete, how much is in flight. Must not kno
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -55,6 +56,7 @@ class Staging:
         self._left = {name: self._entries[name].nbytes for name in self._of}
         self._open = {group: sum(self._left[name] > 0 for name in names) for group, names in self._groups.items()}
         self._users = {name: len(groups) for name, groups in self._of.items()}
+        self._coming = collections.Counter(self._entries[name].nbytes for name in self._of)
         self._ready: list[str] = [group for group, count in self._open.items() if not count]
         self._ready_bytes = 0
         self.peak_bytes = 0
@@ -117,6 +119,7 @@ class Staging:
 
     def _allocate(self, entry: Entry) -> torch.Tensor:
         # Touching new memory costs more than copying into it: layers are alike, so the next one gets the last one's.
+        self._coming[entry.nbytes] -= 1
         free = self._free.get(entry.nbytes)
         flat = free.pop() if free else torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
         held = sum(tensor.nbytes for tensor in self._held.values()) + entry.nbytes
@@ -127,5 +130,6 @@ class Staging:
         tensor = self._held.pop(name)
         flat = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor
         del tensor
-        if flat.numel() and uses(flat) == 1:  # not kept by whoever took it
-            self._free.setdefault(flat.numel(), []).append(flat)
+        free = self._free.setdefault(flat.numel(), [])
+        if flat.numel() and len(free) < self._coming[flat.numel()] and uses(flat) == 1:  # not kept by whoever took it
+            free.append(flat)

@@ -19,6 +19,7 @@ __all__ = [
     "GrpoConfig",
     "ProblemsConfig",
     "SamplingConfig",
+    "EngineConfig",
     "TimeoutConfig",
     "TinyModelConfig",
     "TrainConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "check_number",
 ]
 
+EngineKind: TypeAlias = Literal["huggingface", "vllm", "vllm-serve"]
 TrainerKind: TypeAlias = Literal["single", "ddp", "fsdp1", "fsdp2"]
 _T = TypeVar("_T")
 
@@ -161,11 +163,37 @@ class GrpoConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the rollout engine computes; for vLLM."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of vLLM's weights; the trainer keeps its own. The huggingface engine computes in float32."""
+    tensor_parallel: int = 1
+    """Worker processes that share the model."""
+    max_sequences: int = 256
+    """At the same time."""
+    tolerance: float | None = None
+    """After every sync the engine is asked how likely some fixed texts are, and must agree with the trainer to this many nats a token;
+    None takes 0.25 for bfloat16 and 0.01 for float32."""
+    check_texts: int = 4
+    """How many texts; 0 for no check."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"engine_options.dtype must be bfloat16 or float32, got {self.dtype!r}")
+        check_int("engine_options.tensor_parallel", self.tensor_parallel, at_least=1)
+        check_int("engine_options.max_sequences", self.max_sequences, at_least=1)
+        check_int("engine_options.check_texts", self.check_texts, at_least=0)
+        if self.tolerance is not None:
+            check_number("engine_options.tolerance", self.tolerance, above=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutConfig:
     """How long the trainer waits for the rollout process, in seconds."""
 
-    start_s: float = 120.0
-    """Until the rollout process has imported its libraries, built its model and said hello."""
+    start_s: float = 300.0
+    """Until the engine has imported its libraries, built its model and said hello; vLLM takes 20 to 90 s on a CPU."""
     generate_s: float = 300.0
     """For one batch of samples."""
     sync_s: float = 60.0
@@ -190,6 +218,8 @@ class TrainConfig:
     """GRPO steps; every one ends in a weight sync."""
     sync: bool = True
     """--no-sync publishes the first weights only: the rollout process samples from them for the whole run."""
+    engine: EngineKind = "huggingface"
+    """What samples: `generate` in a process of its own, vLLM in a process of its own (`LLM`), or `vllm serve`, asked over HTTP."""
     trainer: TrainerKind = "single"
     """How the model is trained: in one process, or by several with ddp, fsdp1 or fsdp2."""
     trainer_processes: int = 1
@@ -220,6 +250,7 @@ class TrainConfig:
     warm_start: WarmStartConfig = dataclasses.field(default_factory=WarmStartConfig)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
+    engine_options: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     timeouts: TimeoutConfig = dataclasses.field(default_factory=TimeoutConfig)
 
     def __post_init__(self) -> None:
@@ -232,6 +263,10 @@ class TrainConfig:
             raise ConfigError(f"trainer must be one of {', '.join(get_args(TrainerKind))}, got {self.trainer!r}")
         if self.sleep_level not in (1, 2):
             raise ConfigError(f"sleep_level must be 1 or 2, got {self.sleep_level!r}")
+        if self.engine not in get_args(EngineKind):
+            raise ConfigError(f"engine must be one of {', '.join(get_args(EngineKind))}, got {self.engine!r}")
+        if self.engine != "huggingface" and self.colocate:
+            raise ConfigError(f"engine must be huggingface with --colocate (vLLM has no sleep mode on a CPU), got {self.engine!r}")
         if self.trainer == "single" and self.trainer_processes > 1:
             raise ConfigError(f"trainer must be ddp, fsdp1 or fsdp2 for {self.trainer_processes} trainer_processes, got 'single'")
         if self.colocate and not self.sync and self.sleep_level == 2:
@@ -249,10 +284,12 @@ class TrainConfig:
         """The same run with every None that depends on the model replaced by its value; `out` and `model` stay."""
         tiny = self.model is None
         problems, sampling = self.problems, self.sampling
+        exact = 0.25 if self.engine != "huggingface" and self.engine_options.dtype == "bfloat16" else 0.01
         style = problems.style if problems.style != "auto" else ("compact" if tiny else "question")
         return dataclasses.replace(
             self,
             task=_or(self.task, "spell_backward" if tiny else "chain_sum"),
+            engine_options=dataclasses.replace(self.engine_options, tolerance=_or(self.engine_options.tolerance, exact)),
             problems=dataclasses.replace(problems, style=style, held_out=_or(problems.held_out, 256 if tiny else 32)),
             warm_start=dataclasses.replace(self.warm_start, steps=_or(self.warm_start.steps, 300 if tiny else 0)),
             sampling=dataclasses.replace(

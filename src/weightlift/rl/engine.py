@@ -1,8 +1,7 @@
 """The engine as the loop sees it: give it prompts, get samples; tell it that weights are coming.
 
 Owns: the `Engine` seam and `RolloutEngine`, the seam's form over a rollout process and a sample plane. Must not know:
-tasks, rewards, how weights travel. Called by rl/loop.py. Another engine (vLLM, several processes) is another class with
-these methods.
+tasks, rewards, how weights travel. Called by rl/loop.py. `vllm serve` is another class with these methods (rl/served.py).
 """
 
 from __future__ import annotations
@@ -14,12 +13,16 @@ from typing import Final, Literal, Protocol
 
 from weightlift.errors import RemoteProtocolError
 from weightlift.handoff import SleepLevel
+from weightlift.integrations.vllm_server import CPU_ENVIRONMENT
 from weightlift.rl.config import TimeoutConfig, TrainConfig
+from weightlift.rl.models import TextModel
 from weightlift.rl.processes import ChildProcess
 from weightlift.rl.rollout import Colocated, RolloutSettings
-from weightlift.samples import GenerateReply, Prompt, Sample, SamplePlane, SamplingParams, SyncReply
+from weightlift.rl.rollout_vllm import VLLMRolloutSettings
+from weightlift.rl.vllm_model import engine_options, longest_sequence, write_shell
+from weightlift.samples import GenerateReply, Prompt, Sample, SamplePlane, SamplingParams, ScoreReply, SyncReply
 
-__all__ = ["Engine", "RolloutEngine"]
+__all__ = ["Engine", "RolloutEngine", "engine_for"]
 
 
 class Engine(Protocol):
@@ -39,6 +42,10 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[Sample]]:
         """Samples for each prompt, in the order of the prompts, each with the version of the weights that made it."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of every sequence's tokens but the first, without temperature, under the weights that it serves."""
         ...
 
     def save(self, directory: pathlib.Path) -> None:
@@ -62,12 +69,32 @@ class Engine(Protocol):
         ...
 
 
+def engine_for(
+    config: TrainConfig, *, weights_address: str, directory: pathlib.Path, text_model: TextModel, colocated: Colocated | None
+) -> Engine:
+    """The engine that a run asks for, starting."""
+    if config.engine != "vllm-serve":
+        return RolloutEngine(
+            config, weights_address=weights_address, directory=directory, text_model=text_model, colocated=colocated
+        )
+    from weightlift.rl.served import ServedEngine
+
+    return ServedEngine(
+        config,
+        weights_address=weights_address,
+        directory=directory,
+        folder=write_shell(text_model.model, directory / "engine-model", dtype=config.engine_options.dtype),
+        options=engine_options(config, longest_sequence(text_model)),
+        eos_ids=text_model.eos_ids,
+    )
+
+
 class RolloutEngine:
     """One rollout process on this host.
 
     Args:
         config: resolved. weights_address: `weightlift.new_address()`. directory: gets `<name>.log`. colocated: it shares the
-            trainer's devices.
+            trainer's devices. text_model: the trainer's, for vLLM, which is told its configuration and nothing else.
     """
 
     def __init__(
@@ -76,16 +103,28 @@ class RolloutEngine:
         *,
         weights_address: str,
         directory: pathlib.Path,
+        text_model: TextModel,
         name: str = "rollout-0",
         colocated: Colocated | None = None,
     ) -> None:
         self._name: Final = name
         self._timeouts: Final[TimeoutConfig] = config.timeouts
         self._plane = SamplePlane(max_in_flight=2, watch=self._check)
+        log_path = directory / f"{name}.log"
+        try:
+            if config.engine == "vllm":
+                self._process = self._vllm(config, weights_address, text_model, log_path)
+            else:
+                self._process = self._huggingface(config, weights_address, colocated, log_path)
+        except BaseException:
+            self._plane.close()
+            raise
+
+    def _huggingface(self, config: TrainConfig, address: str, colocated: Colocated | None, log_path: pathlib.Path) -> ChildProcess:
         settings = RolloutSettings(
-            name=name,
+            name=self._name,
             trainer_pid=os.getpid(),
-            weights_address=weights_address,
+            weights_address=address,
             samples_address=self._plane.address,
             model=None if config.model is None else str(config.model),
             tiny=config.tiny,
@@ -93,13 +132,24 @@ class RolloutEngine:
             threads=config.threads,
             colocated=colocated,
         )
-        try:
-            self._process = ChildProcess(
-                f"rollout process {name}", name, "weightlift.rl.rollout", settings, log_path=directory / f"{name}.log"
-            )
-        except BaseException:
-            self._plane.close()
-            raise
+        what = f"rollout process {self._name}"
+        return ChildProcess(what, self._name, "weightlift.rl.rollout", settings, log_path=log_path)
+
+    def _vllm(self, config: TrainConfig, address: str, text_model: TextModel, log_path: pathlib.Path) -> ChildProcess:
+        folder = log_path.parent / "engine-model"
+        settings = VLLMRolloutSettings(
+            name=self._name,
+            trainer_pid=os.getpid(),
+            weights_address=address,
+            samples_address=self._plane.address,
+            folder=str(write_shell(text_model.model, folder, dtype=config.engine_options.dtype).absolute()),
+            options=engine_options(config, longest_sequence(text_model)),
+            eos_ids=list(text_model.eos_ids),
+        )
+        environment = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads)}
+        what = f"rollout process {self._name}"
+        module = "weightlift.rl.rollout_vllm"
+        return ChildProcess(what, self._name, module, settings, log_path=log_path, environment=environment)
 
     @property
     def pid(self) -> int:
@@ -136,6 +186,13 @@ class RolloutEngine:
             )
         width = sampling.samples
         return [reply.samples[start : start + width] for start in range(0, len(expected), width)]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Engine."""
+        reply = self._plane.collect(self._plane.score(self._name, sequences), timeout_s=self._timeouts.generate_s)
+        if not isinstance(reply, ScoreReply):
+            raise RemoteProtocolError(f"scoring was answered with {type(reply).__name__}", peer=self._name)
+        return reply.logprobs
 
     def save(self, directory: pathlib.Path) -> None:
         """The process writes the file itself; returns when it is there."""

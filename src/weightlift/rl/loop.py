@@ -32,9 +32,10 @@ from weightlift import SyncReport
 from weightlift.errors import ConfigError
 from weightlift.handoff import SimulatedDevice, SleepLevel
 from weightlift.rl import checkpoint
+from weightlift.rl.agreement import Agreement
 from weightlift.rl.collect import Collector
 from weightlift.rl.config import TrainConfig
-from weightlift.rl.engine import Engine, RolloutEngine
+from weightlift.rl.engine import Engine, engine_for
 from weightlift.rl.models import TextModel, build_tiny, load_folder
 from weightlift.rl.rollout import Colocated
 from weightlift.rl.runlog import RunLog, StepRecord, Stopwatch, default_directory
@@ -73,6 +74,7 @@ class _Run:
     team: Team
     collector: Collector
     snapshots: Snapshots | None
+    agreement: Agreement | None
     start: int
 
 
@@ -86,13 +88,16 @@ def train(config: TrainConfig, reporter: Reporter) -> RunResult:
     directory = config.out or default_directory()
     with RunLog(directory, config.to_dict()) as log, contextlib.ExitStack() as stack:
         run = _prepare(config, directory, stack, reporter)
+        _score(run)
         first = _publish(run, version=run.start)
+        gaps = [_compare(run, run.start, synced=True)]
         reporter.phase("evaluating the held-out problems")
         before = run.collector.evaluate()
         for step in range(run.start + 1, config.steps + 1):
             record = _step(run, step)
             log.step(record)
             reporter.step(record, config.steps)
+            gaps.append(record.agreement)
         reporter.phase("evaluating the held-out problems again")
         after = run.collector.evaluate()
         summary = log.finish(
@@ -100,6 +105,8 @@ def train(config: TrainConfig, reporter: Reporter) -> RunResult:
                 "held_out_before": before,
                 "held_out_after": after,
                 "first_sync": first.to_dict(),
+                "agreement_worst": max((gap for gap in gaps if gap is not None), default=None),
+                "agreement_tolerance": None if run.agreement is None else config.engine_options.tolerance,
                 "seconds": time.perf_counter() - started,
                 **_device_summary(run),
             }
@@ -125,15 +132,17 @@ def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.Exi
     address = weightlift.new_address()
     text_model = build_tiny(config.tiny, seed=config.seed) if config.model is None else load_folder(config.model)
     shared = _shared_device(config, text_model.model, directory)
-    reporter.phase("starting the rollout process")
+    reporter.phase(f"starting the rollout engine ({config.engine})")
     engine = stack.enter_context(
-        contextlib.closing(RolloutEngine(config, weights_address=address, directory=directory, colocated=shared))
+        contextlib.closing(
+            engine_for(config, weights_address=address, directory=directory, text_model=text_model, colocated=shared)
+        )
     )
     device = None if shared is None or shared.device is None else pathlib.Path(shared.device)
     team = stack.enter_context(contextlib.closing(Team(config, address=address, directory=directory, device=device)))
     if config.resume is None:
         _warm_start(config, text_model, task, reporter)
-    reporter.phase("waiting for the rollout process")
+    reporter.phase("waiting for the rollout engine")
     engine.wait_ready()
     if config.colocate:
         engine.sleep(SleepLevel.DISCARD)  # what it was built with is never served
@@ -148,9 +157,18 @@ def _prepare(config: TrainConfig, directory: pathlib.Path, stack: contextlib.Exi
         collector.restore(state["collector"])
         start = int(state["step"])
         reporter.phase(f"resuming after step {start}")
-    whole = config.trainer in ("single", "ddp") and not config.colocate  # elsewhere no process holds the whole model at the end
+    # Elsewhere no process holds the whole model at the end, or none holds it as it was sent.
+    whole = config.trainer in ("single", "ddp") and not config.colocate and config.engine == "huggingface"
     snapshots = stack.enter_context(Snapshots(directory, text_model.model, engine)) if config.snapshot and whole else None
-    return _Run(config, directory, engine, team, collector, snapshots, start)
+    return _Run(config, directory, engine, team, collector, snapshots, _agreement(config, text_model, task), start)
+
+
+def _agreement(config: TrainConfig, text_model: TextModel, task: ReasoningGymTask) -> Agreement | None:
+    options = config.engine_options
+    if not options.check_texts:
+        return None
+    assert options.tolerance is not None, "resolved"
+    return Agreement(text_model, task, count=options.check_texts, tolerance=options.tolerance)
 
 
 def _warm_start(config: TrainConfig, text_model: TextModel, task: ReasoningGymTask, reporter: Reporter) -> None:
@@ -198,12 +216,16 @@ def _step(run: _Run, step: int) -> StepRecord:
     update = run.team.update(experience.prompts, experience.groups, experience.rewards)
     watch.lap("update")
     _keep(run, step)
+    _score(run)
+    watch.lap("score")
     report: SyncReport | None = None
     if run.config.sync:
         report = _publish(run, version=step)
     else:
         run.team.reuse()
     watch.lap("sync")
+    gap = _compare(run, step, synced=report is not None)
+    watch.lap("check")
     versions = experience.versions()
     assert run.team.first is not None, "built before the first step"
     return StepRecord(
@@ -216,6 +238,7 @@ def _step(run: _Run, step: int) -> StepRecord:
         sync_gbps=None if report is None else report.gbps,
         seconds=watch.seconds(),
         handoff=run.team.first.ledger(),
+        agreement=gap,
         **dataclasses.asdict(update),
     )
 
@@ -230,6 +253,22 @@ def _keep(run: _Run, step: int) -> None:
     assert run.team.first is not None, "built before the first step"
     learner = run.team.first.learner.state()
     checkpoint.write_state(path, {"step": step, "learner": learner, "collector": run.collector.state()})
+
+
+def _score(run: _Run) -> None:
+    """What the trainer says of the fixed texts: before it publishes, while its parameters are where they are trained."""
+    if run.agreement is not None:
+        run.agreement.trainer = run.team.score(run.agreement.sequences)
+
+
+def _compare(run: _Run, version: int, *, synced: bool) -> float | None:
+    """How far the engine is from that; an error after a sync if it is too far. Without syncs it is what they would have brought."""
+    if run.agreement is None:
+        return None
+    gap = run.agreement.gap(run.engine.score(run.agreement.sequences))
+    if synced:
+        run.agreement.check(gap, version)
+    return gap
 
 
 def _publish(run: _Run, *, version: int) -> SyncReport:

@@ -19,7 +19,7 @@ import torch
 from weightlift.errors import ConfigError
 from weightlift.rl.config import TinyModelConfig
 
-__all__ = ["Padded", "TextModel", "build_tiny", "load_folder", "pad_left", "pad_right", "token_logprobs"]
+__all__ = ["Padded", "TextModel", "build_tiny", "load_folder", "pad_left", "pad_right", "sequence_logprobs", "token_logprobs"]
 
 _SPECIAL: Final = ("<pad>", "<bos>", "<eos>")
 _ALPHABET: Final = tuple(string.digits + string.ascii_letters + string.punctuation + " \n")
@@ -143,6 +143,20 @@ def token_logprobs(model: torch.nn.Module, prompts: Padded, completions: Padded,
     # completion.
     logits = output.logits[:, :-1].float() / temperature
     return torch.log_softmax(logits, dim=-1).gather(-1, completions.tokens.unsqueeze(-1)).squeeze(-1)
+
+
+@torch.no_grad()
+def sequence_logprobs(model: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probabilities of every sequence's tokens but the first: what the model says of a text that somebody else wrote.
+
+    One forward pass a sequence, without padding: exactly what an engine computes for a prompt.
+    """
+    found = []
+    for tokens in sequences:
+        ids = torch.tensor([list(tokens)])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        found.append([float(v) for v in torch.log_softmax(logits, dim=-1).gather(-1, ids[0, 1:, None])[:, 0]])
+    return found
 
 
 def _character_tokenizer() -> Any:

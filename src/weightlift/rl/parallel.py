@@ -57,16 +57,16 @@ def clip_gradients(kind: TrainerKind, model: torch.nn.Module, max_norm: float) -
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def source_for(kind: TrainerKind, model: torch.nn.Module, group: TrainerGroup | None) -> Source:
-    """What publishes the model."""
+def source_for(kind: TrainerKind, model: torch.nn.Module, group: TrainerGroup | None, *, dtype: str | None = None) -> Source:
+    """What publishes the model, in a dtype of its own or each parameter's."""
     if kind == "single":
-        return ModuleSource(model)
+        return ModuleSource(model, dtype=dtype)
     if kind == "ddp":
-        return DDPSource(model, group=group)
+        return DDPSource(model, group=group, dtype=dtype)
     if kind == "fsdp1":
         from weightlift.sources.fsdp1 import FSDP1Source
 
-        return FSDP1Source(model, group=group)
+        return FSDP1Source(model, group=group, dtype=dtype)
     from weightlift.sources.fsdp2 import FSDP2Source
 
-    return FSDP2Source(model, group=group)
+    return FSDP2Source(model, group=group, dtype=dtype)

@@ -13,6 +13,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -29,13 +30,23 @@ class ChildProcess:
     """One running process.
 
     Args:
+        environment: on top of this process's.
         what: for errors: "rollout process rollout-0". peer: its name in errors.
         module: run as `python -m <module>`.
         settings: passed as JSON on the child's standard input: nothing shows in the process list, nothing is pickled.
         log_path: the child's standard output and error.
     """
 
-    def __init__(self, what: str, peer: str, module: str, settings: msgspec.Struct, *, log_path: pathlib.Path) -> None:
+    def __init__(
+        self,
+        what: str,
+        peer: str,
+        module: str,
+        settings: msgspec.Struct,
+        *,
+        log_path: pathlib.Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.what: Final = what
         self.peer: Final = peer
         self.log_path: Final = log_path
@@ -46,7 +57,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
         assert self._child.stdin is not None  # stdin=PIPE
         try:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from weightlift.loaders import HuggingFaceLoader
 from weightlift.loaders.base import Loader
 from weightlift.rl.booked import BookedMemory
 from weightlift.rl.config import TinyModelConfig
-from weightlift.rl.models import TextModel, build_tiny, load_folder, pad_left
+from weightlift.rl.models import TextModel, build_tiny, load_folder, pad_left, sequence_logprobs
 from weightlift.samples import (
     FailureReply,
     FromEngine,
@@ -44,6 +44,8 @@ from weightlift.samples import (
     SampleEndpoint,
     SaveReply,
     SaveRequest,
+    ScoreReply,
+    ScoreRequest,
     ShutdownRequest,
     SyncReply,
     SyncRequest,
@@ -51,7 +53,7 @@ from weightlift.samples import (
 )
 from weightlift.verify.snapshot import save_tensors
 
-__all__ = ["EXIT_ORPHANED", "Colocated", "Parts", "RolloutSettings", "main", "serve"]
+__all__ = ["EXIT_ORPHANED", "Colocated", "Parts", "RolloutSettings", "Serving", "main", "serve", "watch_parent"]
 
 EXIT_ORPHANED: Final = 3
 _WATCH_S: Final = 0.25
@@ -115,21 +117,21 @@ def _memory(settings: RolloutSettings, text_model: TextModel) -> BookedMemory | 
     return BookedMemory(text_model.model, settings.colocated.kv_bytes, device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
-    """What the process serves with. memory, sleeper: where it shares devices with a trainer."""
+class Serving(Protocol):
+    """What answers the requests. Every method raises what the trainer is to hear."""
 
-    subscriber: Subscriber
-    text_model: TextModel
-    memory: BookedMemory | None = None
-    sleeper: Sleeper | None = None
+    @property
+    def version(self) -> int | None:
+        """The version that is served; None for none."""
 
-    def ensure_ready(self) -> int:
-        """The version to generate with; raises where nothing may be generated."""
-        return self.subscriber.ensure_serving() if self.sleeper is None else self.sleeper.ensure_ready()
+    def generate(self, request: GenerateRequest) -> FromEngine: ...
+    def score(self, request: ScoreRequest) -> FromEngine: ...
+    def sync(self, request: SyncRequest) -> FromEngine: ...
+    def save(self, request: SaveRequest) -> FromEngine: ...
+    def move_memory(self, request: MemoryRequest) -> FromEngine: ...
 
 
-def serve(endpoint: SampleEndpoint, engine: Parts) -> None:
+def serve(endpoint: SampleEndpoint, engine: Serving) -> None:
     """Answer requests until ShutdownRequest. A request that raises is answered with its error; the process lives on."""
     endpoint.hello()
     while True:
@@ -141,41 +143,83 @@ def serve(endpoint: SampleEndpoint, engine: Parts) -> None:
         try:
             reply = _answer(request, engine)
         except Exception as error:  # whatever it is, the trainer waits for an answer and gets the reason
-            reply = FailureReply.of(error, id=request.id, version=engine.subscriber.version)
+            reply = FailureReply.of(error, id=request.id, version=engine.version)
         endpoint.reply(reply)
 
 
-def _answer(request: GenerateRequest | SyncRequest | SaveRequest | MemoryRequest, engine: Parts) -> FromEngine:
-    version = -1 if engine.subscriber.version is None else engine.subscriber.version
+def _answer(request: GenerateRequest | ScoreRequest | SyncRequest | SaveRequest | MemoryRequest, engine: Serving) -> FromEngine:
     match request:
         case GenerateRequest():
-            return _generate(request, engine)
+            return engine.generate(request)
+        case ScoreRequest():
+            return engine.score(request)
         case SyncRequest():
-            return _sync(request, engine.subscriber)
+            return engine.sync(request)
         case SaveRequest():
-            save_tensors(pathlib.Path(request.path), engine.text_model.model)
-            return SaveReply(id=request.id, version=version)
+            return engine.save(request)
         case MemoryRequest():
-            return _move_memory(request, engine)
+            return engine.move_memory(request)
 
 
-def _move_memory(request: MemoryRequest, engine: Parts) -> MemoryReply:
-    if engine.sleeper is None or engine.memory is None:
-        raise OutOfOrder("this engine does not share its devices: it has nothing to give away")
-    match request.action:
-        case "sleep":
-            engine.sleeper.sleep(request.level)
-        case "wake_weights":
-            engine.sleeper.wake_weights()
-        case "wake_kv_cache":
-            engine.sleeper.wake_kv_cache()
-    version = engine.subscriber.version
-    return MemoryReply(
-        id=request.id,
-        version=-1 if version is None else version,
-        weight_bytes=engine.memory.weight_bytes(),
-        kv_bytes=engine.memory.kv_resident,
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What the process serves with. memory, sleeper: where it shares devices with a trainer."""
+
+    subscriber: Subscriber
+    text_model: TextModel
+    memory: BookedMemory | None = None
+    sleeper: Sleeper | None = None
+
+    @property
+    def version(self) -> int | None:
+        """See Serving."""
+        return self.subscriber.version
+
+    def ensure_ready(self) -> int:
+        """The version to generate with; raises where nothing may be generated."""
+        return self.subscriber.ensure_serving() if self.sleeper is None else self.sleeper.ensure_ready()
+
+    def generate(self, request: GenerateRequest) -> FromEngine:
+        """Complete the prompts. The version is read before the first token: torn or missing weights raise and produce
+        nothing."""
+        start = time.perf_counter()
+        version = self.ensure_ready()
+        samples = complete(request, version, self.text_model)
+        return GenerateReply(id=request.id, samples=samples, seconds=time.perf_counter() - start)
+
+    def score(self, request: ScoreRequest) -> FromEngine:
+        """See Serving."""
+        version = self.ensure_ready()
+        return ScoreReply(id=request.id, version=version, logprobs=sequence_logprobs(self.text_model.model, request.sequences))
+
+    def sync(self, request: SyncRequest) -> FromEngine:
+        """Take part in the round."""
+        start = time.perf_counter()
+        report = self.subscriber.pull(timeout_s=request.timeout_s)
+        return SyncReply(id=request.id, version=report.version, seconds=time.perf_counter() - start)
+
+    def save(self, request: SaveRequest) -> FromEngine:
+        """Write the file."""
+        save_tensors(pathlib.Path(request.path), self.text_model.model)
+        return SaveReply(id=request.id, version=-1 if self.version is None else self.version)
+
+    def move_memory(self, request: MemoryRequest) -> FromEngine:
+        """Sleep, or wake a part."""
+        if self.sleeper is None or self.memory is None:
+            raise OutOfOrder("this engine does not share its devices: it has nothing to give away")
+        match request.action:
+            case "sleep":
+                self.sleeper.sleep(request.level)
+            case "wake_weights":
+                self.sleeper.wake_weights()
+            case "wake_kv_cache":
+                self.sleeper.wake_kv_cache()
+        return MemoryReply(
+            id=request.id,
+            version=-1 if self.version is None else self.version,
+            weight_bytes=self.memory.weight_bytes(),
+            kv_bytes=self.memory.kv_resident,
+        )
 
 
 def watch_parent(pid: int, clean_up: Callable[[], Any]) -> None:
@@ -192,21 +236,6 @@ def watch_parent(pid: int, clean_up: Callable[[], Any]) -> None:
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
-
-
-def _sync(request: SyncRequest, subscriber: Subscriber) -> FromEngine:
-    start = time.perf_counter()
-    report = subscriber.pull(timeout_s=request.timeout_s)
-    return SyncReply(id=request.id, version=report.version, seconds=time.perf_counter() - start)
-
-
-def _generate(request: GenerateRequest, engine: Parts) -> FromEngine:
-    """Complete the prompts. The version is read before the first token: torn or missing weights raise and produce
-    nothing."""
-    start = time.perf_counter()
-    version = engine.ensure_ready()
-    samples = complete(request, version, engine.text_model)
-    return GenerateReply(id=request.id, samples=samples, seconds=time.perf_counter() - start)
 
 
 def complete(request: GenerateRequest, version: int, text_model: TextModel) -> list[Sample]:

@@ -31,7 +31,8 @@ class StepRecord:
     step: from 1. version: served by the engine after the step's sync. reward_mean: over the step's samples, 0 to 1.
     sample_versions: version -> number of the step's samples that it made. sync: the SyncReport as a dict, None without
     a sync.
-    seconds: per phase of the step (generate with scoring, update, sync) and `total`.
+    seconds: per phase of the step (generate with rewards, update, score, sync, check) and `total`.
+    agreement: nats a token by which engine and trainer differ on some fixed texts after the step (rl/agreement.py).
     handoff: with --colocate, the ledger of the first rank: bytes after every arrow of the step (handoff/ledger.py).
     """
 
@@ -50,6 +51,7 @@ class StepRecord:
     silent_groups: float
     tokens: int
     seconds: dict[str, float]
+    agreement: float | None = None
     handoff: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 

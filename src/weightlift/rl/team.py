@@ -36,7 +36,7 @@ from weightlift.rl.processes import ChildProcess
 from weightlift.rl.trainer import TrainerRank
 from weightlift.samples import Sample
 
-__all__ = ["Load", "Publish", "RankSettings", "Reuse", "Save", "Stop", "Task", "Team", "Update", "join", "task_from"]
+__all__ = ["Load", "Publish", "RankSettings", "Reuse", "Save", "Score", "Stop", "Task", "Team", "Update", "join", "task_from"]
 
 _T = TypeVar("_T")
 
@@ -47,6 +47,12 @@ class Update(msgspec.Struct, frozen=True, tag="update"):
     prompts: list[list[int]]
     groups: list[list[Sample]]
     rewards: list[float]
+
+
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """TrainerRank.score."""
+
+    sequences: list[list[int]]
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -75,7 +81,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The run is over."""
 
 
-Task: TypeAlias = Update | Publish | Reuse | Save | Load | Stop
+Task: TypeAlias = Update | Score | Publish | Reuse | Save | Load | Stop
 _task: Final = msgspec.msgpack.Decoder(Task)
 _info: Final = msgspec.msgpack.Decoder(ErrorInfo)
 
@@ -112,6 +118,8 @@ def perform(rank: TrainerRank, task: Task) -> Any:
     match task:
         case Update(prompts=prompts, groups=groups, rewards=rewards):
             return rank.update(prompts, groups, torch.tensor(rewards))
+        case Score(sequences=sequences):
+            return rank.score(sequences)
         case Publish(version=version):
             return rank.publish(version)
         case Reuse():
@@ -193,6 +201,10 @@ class Team:
         """See TrainerRank."""
         task = Update([list(p) for p in prompts], [list(g) for g in groups], rewards.tolist())
         return self._all(task, lambda rank: rank.update(prompts, groups, rewards))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See TrainerRank."""
+        return self._all(Score([list(tokens) for tokens in sequences]), lambda rank: rank.score(sequences))
 
     def publish(self, version: int) -> SyncReport:
         """See TrainerRank."""

@@ -23,10 +23,10 @@ from weightlift.rl.booked import BookedOffload
 from weightlift.rl.config import TrainConfig
 from weightlift.rl.engine import Engine
 from weightlift.rl.learner import Learner, UpdateStats, copy_of
-from weightlift.rl.models import TextModel
+from weightlift.rl.models import TextModel, sequence_logprobs
 from weightlift.rl.parallel import source_for, wrap
 from weightlift.samples import Sample
-from weightlift.sources import TrainerGroup
+from weightlift.sources import TrainerGroup, checkpoint_source
 
 __all__ = ["TrainerRank"]
 
@@ -72,7 +72,10 @@ class TrainerRank:
             self._stack.callback(self._group.close)
         limit_s = config.timeouts.sync_s
         limits = Deadlines(**dict.fromkeys(("announce_s", "prepare_s", "transfer_s", "release_s", "commit_s", "gather_s"), limit_s))
-        source = source_for(config.trainer, self.model, self._group)
+        plain = config.engine == "huggingface"
+        source = source_for(config.trainer, self.model, self._group, dtype=None if plain else config.engine_options.dtype)
+        if not plain:  # vLLM knows the names of checkpoints
+            source = checkpoint_source(text_model.model, source)
         self.publisher = self._stack.enter_context(
             Publisher(source, address, transport=config.transport, deadlines=limits, verify=config.verify)
         )
@@ -100,6 +103,10 @@ class TrainerRank:
             assert self.step is not None, "booked where memory is shared"
             self.step.ledger.book("update")
         return stats
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """What the model says of some texts; every rank takes part, all get the same answer."""
+        return sequence_logprobs(self.model, sequences)
 
     def publish(self, version: int) -> SyncReport:
         """One sync; with a colocated engine, between waking its weights and waking its KV cache."""

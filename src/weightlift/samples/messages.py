@@ -5,8 +5,8 @@ Owns: the structs and their way to bytes and back (MessagePack, typed, length-li
 
 Who sends what:
 
-    trainer -> engine   GenerateRequest, SyncRequest, SaveRequest, ShutdownRequest
-    engine  -> trainer  EngineHello (once, id 0), GenerateReply, SyncReply, SaveReply, FailureReply
+    trainer -> engine   GenerateRequest, ScoreRequest, SyncRequest, SaveRequest, MemoryRequest, ShutdownRequest
+    engine  -> trainer  EngineHello (once, id 0), GenerateReply, ScoreReply, SyncReply, SaveReply, MemoryReply, FailureReply
 
 A version is a published version of the weights, an integer >= 0. A sample without one does not exist: `Sample.version`
 is taken from the engine when it dispatches the request, so that a reply that arrives late still says which weights it
@@ -34,6 +34,8 @@ __all__ = [
     "Prompt",
     "Sample",
     "SamplingParams",
+    "ScoreReply",
+    "ScoreRequest",
     "SaveReply",
     "SaveRequest",
     "ShutdownRequest",
@@ -99,6 +101,13 @@ class GenerateRequest(_Frame, tag="generate", frozen=True, kw_only=True):
     sampling: SamplingParams
 
 
+class ScoreRequest(_Frame, tag="score", frozen=True, kw_only=True):
+    """How likely are these sequences under the weights that are served now?"""
+
+    id: int
+    sequences: list[list[int]]
+
+
 class SyncRequest(_Frame, tag="sync", frozen=True, kw_only=True):
     """The trainer is about to publish `version`: take part in that round, for at most `timeout_s` seconds."""
 
@@ -144,6 +153,14 @@ class GenerateReply(_Frame, tag="generated", frozen=True, kw_only=True):
     seconds: float
 
 
+class ScoreReply(_Frame, tag="scored", frozen=True, kw_only=True):
+    """Log-probabilities of every sequence's tokens but the first, without temperature, under weights `version`."""
+
+    id: int
+    version: int
+    logprobs: list[list[float]]
+
+
 class SyncReply(_Frame, tag="synced", frozen=True, kw_only=True):
     """The round is over and the engine serves `version`. seconds: spent in the engine, the wait for the publisher
     included."""
@@ -182,8 +199,8 @@ class FailureReply(_Frame, tag="failed", frozen=True, kw_only=True):
         return cls(id=id, version=-1 if version is None else version, error=describe(error))
 
 
-FromTrainer: TypeAlias = GenerateRequest | SyncRequest | SaveRequest | MemoryRequest | ShutdownRequest
-FromEngine: TypeAlias = EngineHello | GenerateReply | SyncReply | SaveReply | MemoryReply | FailureReply
+FromTrainer: TypeAlias = GenerateRequest | ScoreRequest | SyncRequest | SaveRequest | MemoryRequest | ShutdownRequest
+FromEngine: TypeAlias = EngineHello | GenerateReply | ScoreReply | SyncReply | SaveReply | MemoryReply | FailureReply
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()

@@ -50,6 +50,8 @@ from weightlift.samples.messages import (
     SamplingParams,
     SaveReply,
     SaveRequest,
+    ScoreReply,
+    ScoreRequest,
     ShutdownRequest,
     SyncReply,
     SyncRequest,
@@ -125,6 +127,10 @@ class SamplePlane:
         """Ask for completions; returns the request's id for `collect`."""
         return self._submit(engine, GenerateRequest(id=self._next_id, prompts=list(prompts), sampling=sampling))
 
+    def score(self, engine: str, sequences: Sequence[Sequence[int]]) -> int:
+        """Ask for the log-probabilities of some sequences; returns the request's id for `collect`."""
+        return self._submit(engine, ScoreRequest(id=self._next_id, sequences=[list(tokens) for tokens in sequences]))
+
     def sync(self, engine: str, *, version: int, timeout_s: float) -> int:
         """Tell the engine that `version` is about to be published; returns the request's id for `collect`."""
         check_seconds("timeout_s", timeout_s)
@@ -146,7 +152,7 @@ class SamplePlane:
             except zmq.ZMQError:
                 return
 
-    def collect(self, id: int, *, timeout_s: float) -> GenerateReply | SyncReply | SaveReply | MemoryReply:
+    def collect(self, id: int, *, timeout_s: float) -> GenerateReply | ScoreReply | SyncReply | SaveReply | MemoryReply:
         """Wait for the reply to a request.
 
         Raises:
@@ -182,7 +188,7 @@ class SamplePlane:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(self, engine: str, frame: GenerateRequest | SyncRequest | SaveRequest | MemoryRequest) -> int:
+    def _submit(self, engine: str, frame: GenerateRequest | ScoreRequest | SyncRequest | SaveRequest | MemoryRequest) -> int:
         if engine not in self._hellos:
             raise LocalProtocolError(f"engine {engine} did not say hello; known are {sorted(self._hellos) or 'none'}", peer=engine)
         if len(self._pending) >= self._max_in_flight:
