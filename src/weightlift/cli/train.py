@@ -154,9 +154,7 @@ def _agreements(summary: dict[str, Any]) -> list[str]:
     worst = summary.get("agreement_worst")
     if worst is None:
         return []
-    return [
-        f"engine and trainer on fixed texts: at most {worst:.4f} nats a token apart (tolerance {summary['agreement_tolerance']:g})"
-    ]
+    return [f"engine and trainer differ by at most {worst:.4f} nats on a token (tolerance {summary['agreement_tolerance']:g})"]
 
 
 def _print_result(result: RunResult, console: Console) -> None:

@@ -146,23 +146,23 @@ class VLLMEngine:
             self._raise_first(answers)
         version = self._same_version(answers)
         self.load = dict(answers[0].get("load") or {})
-        self._state = EngineState.STALE
+        self._version, self._state, self._fresh = version, EngineState.STALE, False
         self._reset()
         self._control.set_version(str(version))
         self._control.resume()
-        self._version, self._state, self._fresh = version, EngineState.SERVING, False
+        self._state = EngineState.SERVING
         return version
 
     def _after_failure(self, answers: Sequence[Mapping[str, Any]], before: EngineState) -> None:
         """Resume with the old version only if every worker says that it still has it, whole."""
         untouched = -1 if self._fresh else self._version
-        if before in (EngineState.SERVING, EngineState.EMPTY) and all(
-            answer["state"] == "SERVING" and answer["version"] == untouched for answer in answers
-        ):
-            self._control.resume()
-            self._state = before
-        else:
+        whole = all(answer["state"] == "SERVING" and answer["version"] == untouched for answer in answers)
+        if not whole or before not in (EngineState.SERVING, EngineState.EMPTY, EngineState.STALE):
             self._state = EngineState.TORN
+            return
+        if before is not EngineState.STALE:
+            self._control.resume()
+        self._state = before
 
     def _same_version(self, answers: Sequence[Mapping[str, Any]]) -> int:
         versions = {int(answer["version"]) for answer in answers}

@@ -39,7 +39,7 @@ class WeightliftInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     draft_policy: str = "refuse"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)  # what 0.24's class has of its own stands before `version`, and has defaults
 class WeightliftUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One round. version: that the trainer publishes; timeout_s: for all of it. update_kind: what vLLM 0.24 looks at."""
 

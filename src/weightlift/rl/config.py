@@ -7,6 +7,7 @@ Owns: the dataclasses, their checks, their way to JSON. Must not know: torch, pr
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -174,7 +175,7 @@ class EngineConfig:
     """At the same time."""
     tolerance: float | None = None
     """After every sync the engine is asked how likely some fixed texts are, and must agree with the trainer to this many nats a token;
-    None takes 0.25 for bfloat16 and 0.01 for float32."""
+    None takes 0.5 for bfloat16 and 0.01 for float32."""
     check_texts: int = 4
     """How many texts; 0 for no check."""
 
@@ -235,8 +236,9 @@ class TrainConfig:
     """OUT of an earlier run: goes on after its last checkpoint with that run's settings; only --out and --steps are taken from here."""
     model: pathlib.Path | None = None
     """Folder of a Hugging Face causal LM to train instead of the embedded model."""
-    threads: int = 2
-    """torch threads of the rollout process, and of all trainer ranks together; trainer and rollout take turns."""
+    threads: int | None = None
+    """torch threads of the engine, and of all trainer ranks together; the two take turns. None takes 2, but leaves a core to vLLM: its
+    worker spins for a second after every batch, and two threads on two cores that wait for each other are slower than one."""
     transport: str | None = None
     """How the weights travel; as of Publisher."""
     verify: Literal["off", "sample", "full"] = "sample"
@@ -256,7 +258,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_int("seed", self.seed, at_least=0)
         check_int("steps", self.steps, at_least=1)
-        check_int("threads", self.threads, at_least=1)
+        if self.threads is not None:
+            check_int("threads", self.threads, at_least=1)
         check_int("trainer_processes", self.trainer_processes, at_least=1)
         check_int("checkpoint_every", self.checkpoint_every, at_least=0)
         if self.trainer not in get_args(TrainerKind):
@@ -284,10 +287,11 @@ class TrainConfig:
         """The same run with every None that depends on the model replaced by its value; `out` and `model` stay."""
         tiny = self.model is None
         problems, sampling = self.problems, self.sampling
-        exact = 0.25 if self.engine != "huggingface" and self.engine_options.dtype == "bfloat16" else 0.01
+        exact = 0.5 if self.engine != "huggingface" and self.engine_options.dtype == "bfloat16" else 0.01
         style = problems.style if problems.style != "auto" else ("compact" if tiny else "question")
         return dataclasses.replace(
             self,
+            threads=_or(self.threads, 2 if self.engine == "huggingface" else max(1, min(2, (os.cpu_count() or 1) - 1))),
             task=_or(self.task, "spell_backward" if tiny else "chain_sum"),
             engine_options=dataclasses.replace(self.engine_options, tolerance=_or(self.engine_options.tolerance, exact)),
             problems=dataclasses.replace(problems, style=style, held_out=_or(problems.held_out, 256 if tiny else 32)),

@@ -129,7 +129,7 @@ class RolloutEngine:
             model=None if config.model is None else str(config.model),
             tiny=config.tiny,
             seed=config.seed + 1,
-            threads=config.threads,
+            threads=config.threads or 1,
             colocated=colocated,
         )
         what = f"rollout process {self._name}"

@@ -83,7 +83,7 @@ def train(config: TrainConfig, reporter: Reporter) -> RunResult:
     are gone when this returns."""
     started = time.perf_counter()
     config = _resumed(config).resolved()
-    torch.set_num_threads(max(1, config.threads // config.trainer_processes))
+    torch.set_num_threads(max(1, (config.threads or 1) // config.trainer_processes))
     torch.manual_seed(config.seed)
     directory = config.out or default_directory()
     with RunLog(directory, config.to_dict()) as log, contextlib.ExitStack() as stack:

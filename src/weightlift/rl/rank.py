@@ -27,7 +27,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
     watch_parent(settings.parent_pid, lambda: None)
     config = TrainConfig.from_dict(settings.config)
-    torch.set_num_threads(max(1, config.threads // settings.ranks))
+    torch.set_num_threads(max(1, (config.threads or 1) // settings.ranks))
     torch.manual_seed(config.seed)
     text_model = build_tiny(config.tiny, seed=config.seed) if config.model is None else load_folder(config.model)
     store = dist.TCPStore("127.0.0.1", settings.port, settings.ranks, False, wait_for_workers=False)  # type: ignore[attr-defined]

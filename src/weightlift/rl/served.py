@@ -23,6 +23,8 @@ from weightlift.samples import Sample, SamplingParams
 __all__ = ["ServedEngine"]
 
 _MODEL: Final = "policy"
+_TOKENS: Final = {"return_token_ids": True, "return_tokens_as_token_ids": True, "detokenize": False}
+"""Token ids in and out: the server needs no tokenizer, and no text is taken apart differently than it was put together."""
 
 
 class ServedEngine:
@@ -99,7 +101,7 @@ class ServedEngine:
             max_tokens=sampling.max_new_tokens,
             seed=None if sampling.greedy else sampling.seed,
             logprobs=0,
-            extra_body={"stop_token_ids": self._eos_ids, "return_token_ids": True, "detokenize": False},
+            extra_body=_TOKENS | {"stop_token_ids": self._eos_ids},
         )
         if len(answer.choices) != len(prompts) * sampling.samples:
             raise RemoteProtocolError(f"{len(prompts) * sampling.samples} samples were asked for, {len(answer.choices)} came")
@@ -122,7 +124,7 @@ class ServedEngine:
             sequences,
             max_tokens=1,
             temperature=1.0,
-            extra_body={"prompt_logprobs": 0, "return_token_ids": True, "detokenize": False},
+            extra_body=_TOKENS | {"prompt_logprobs": 0},
         )
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         return [
