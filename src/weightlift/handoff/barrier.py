@@ -20,7 +20,10 @@ from weightlift.fabric import Fabric
 
 __all__ = ["Barrier"]
 
-_FAILED: Final = "failed"
+_GLANCE_S: Final = 0.001
+_TURN_S: Final = 0.05
+"""How long one rank is waited for before the others are looked at again; shorter than the pulse by which a rank shows that it lives,
+or a rank that waits at another meeting would keep this one waiting for ever."""
 _made: collections.Counter[str] = collections.Counter()
 
 
@@ -89,27 +92,35 @@ class Barrier:
         return f"{self._meetings}/{rank}"
 
     def _hear(self, fabric: Fabric, timeout_s: float) -> None:
-        missing: list[int] = []
-        first: BaseException | None = None
+        waiting = list(range(self.size))
+        lost: dict[int, BaseException] = {}
         deadline = time.monotonic() + timeout_s
-        for rank in range(self.size):
-            # When the time is over the rest are only looked for. No sign of life makes it longer: that of a rank which waits at another
-            # meeting would not end.
-            left_s = max(0.001, deadline - time.monotonic())
-            try:
-                here = _here.decode(fabric.get(self._key(rank), of=rank, doing="come to the barrier", timeout_s=left_s))
-            except (TransferTimeout, PeerLost) as error:
-                missing.append(rank)
-                first = first or error
-                continue
-            if here.failure:
-                raise HandoffError(f"rank {rank} cannot go on: {here.failure}", peer=f"trainer rank {rank}")
-        if missing:
-            names = ", ".join(f"rank {rank}" for rank in missing)
+        while waiting:
+            # All are looked for in every turn: one that gives up takes back that it was here, and must have been seen before.
+            waiting = [rank for rank in waiting if not self._is_here(fabric, rank, _GLANCE_S, lost)]
+            over = time.monotonic() >= deadline
+            if over or set(waiting) <= set(lost):
+                break
+            self._is_here(fabric, next(rank for rank in waiting if rank not in lost), _TURN_S, lost)
+        if waiting:
+            names = ", ".join(f"rank {rank}" for rank in waiting)
             raise BarrierTimeout(
                 f"{names} of {self.size} did not come to the barrier within {timeout_s} s",
                 remedy="the KV cache stays asleep; see what they are doing, and try again.",
-            ) from first
+            ) from next(iter(lost.values()), None)
+
+    def _is_here(self, fabric: Fabric, rank: int, seconds: float, lost: dict[int, BaseException]) -> bool:
+        """Whether a rank came, waited for so long; HandoffError if it cannot go on. A process that has ended is noted in `lost`."""
+        try:
+            here = _here.decode(fabric.get(self._key(rank), of=rank, doing="come to the barrier", timeout_s=seconds))
+        except TransferTimeout:
+            return False
+        except PeerLost as error:
+            lost[rank] = error
+            return False
+        if here.failure:
+            raise HandoffError(f"rank {rank} cannot go on: {here.failure}", peer=f"trainer rank {rank}")
+        return True
 
     async def meet_async(self, timeout_s: float, *, failure: BaseException | None = None) -> None:
         """The same, off the event loop."""
